@@ -1,0 +1,88 @@
+"""Log-ternary blocks: the second moment as a level, a step and one trit an element, all in the logarithm.
+
+L(v) is the float's own bit pattern read as an integer, in octaves (2^23 units an octave): a piecewise-linear log2,
+monotone, and exactly inverted by reading the integer back as a float. A block keeps
+  level l: the mean of L(v), rounded to the upper 16 bits of the pattern and therefore stored as a bfloat16 number;
+  step  d: octaves between neighbouring levels, bfloat16;
+  trits x: in {-1, 0, +1}, stochastically rounded, decoding to v = L^-1(l + d x).
+v never decodes to zero, except in a block whose every v is zero: there l = d = x = 0.
+"""
+
+import torch
+from torch import Tensor
+
+OCTAVE = float(1 << 23)
+FLOOR = 1e-6
+"""v is floored at this fraction of its block's mean before the logarithm is taken."""
+FIRST_STEP = 1.22
+"""The first log-step of a block is this times the standard deviation of L(v): the MSE-optimal ternary step of a Gaussian."""
+MIN_STEP, MAX_STEP = 0.05, 8.0
+_MIN_BITS = 0x00800000  # 2^-126
+_MAX_BITS = 0x7F7FFFFF  # the largest finite float
+
+
+def decode(trits: Tensor, level: Tensor, step: Tensor) -> Tensor:
+    """v = L^-1(l + d x), fp32 (rows, blocks, size), from trits of that shape and bfloat16 level and step (rows, blocks)."""
+    centre = level.view(torch.int16).to(torch.int64) << 16
+    octaves = (step.float() * OCTAVE).to(torch.int64)
+    empty = centre == 0
+    high, middle, low = (
+        (centre + x * octaves).clamp_(_MIN_BITS, _MAX_BITS).to(torch.int32).view(torch.float32).masked_fill_(empty, 0.0)
+        for x in (1, 0, -1)
+    )
+    upper = torch.where(trits > 0, high.unsqueeze(-1), middle.unsqueeze(-1))
+    return torch.where(trits < 0, low.unsqueeze(-1), upper)
+
+
+def encode(
+    values: Tensor, counts: Tensor, mask: Tensor | None, previous_trits: Tensor, previous_step: Tensor, uniform: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Encode v, fp32 blocks (rows, blocks, size), given the block's previous trits and step.
+
+    ``counts`` (blocks,) fp32: elements that exist; ``mask`` (blocks, size) fp32 of 1 and 0, or None where all exist;
+    ``uniform``: fp32 in [0, 1), the random number of each element. Returns (trits fp32, level bfloat16, step bfloat16).
+
+    The step follows the spread of L(v): d std L(v) / std(l + d x of the previous state), i.e. std L(v) / std(x). It is not
+    refitted from decoded levels alone, which would shrink it at every encode until the trits carry nothing.
+    """
+    mean = values.sum(dim=-1).div_(counts)
+    empty = mean == 0
+    floored = torch.maximum(values, (mean * FLOOR).unsqueeze(-1)).clamp_(min=2.0**-126)
+    bits = floored.view(torch.int32)
+    first = bits[..., :1]
+    # Offsets from the block's first element keep integers near 1e9 exact enough in fp32.
+    offset = bits.sub(first).float().mul_(1 / OCTAVE)
+    if mask is not None:
+        offset.mul_(mask)
+    first64 = first.squeeze(-1).to(torch.int64)
+    centre = first64 + (offset.sum(dim=-1).div_(counts) * OCTAVE).to(torch.int64)
+    upper = ((centre + (1 << 15)) >> 16).clamp_(max=_MAX_BITS >> 16)
+    shift = ((upper << 16) - first64).float().mul_(1 / OCTAVE)
+    offset.sub_(shift.unsqueeze(-1))
+    if mask is not None:
+        offset.mul_(mask)
+    step = _next_step(offset, counts, previous_trits, previous_step).masked_fill_(empty, 0.0)
+    level = upper.to(torch.int16).view(torch.bfloat16).masked_fill_(empty, 0.0)
+    inverse = torch.where(empty, 0.0, 1.0 / step.float())
+    trits = offset.mul_(inverse.unsqueeze(-1)).clamp_(-1, 1).add_(uniform).floor_()
+    if mask is not None:
+        trits.mul_(mask)
+    if bool(empty.any()):
+        trits.masked_fill_(empty.unsqueeze(-1), 0.0)
+    return trits, level, step
+
+
+def _next_step(offset: Tensor, counts: Tensor, previous_trits: Tensor, previous_step: Tensor) -> Tensor:
+    """The block's new log-step, bfloat16 (rows, blocks); ``offset`` is L(v) - l in octaves, 0 where absent."""
+    spread = _deviation(offset, counts)
+    old = _deviation(previous_trits, counts)
+    followed = torch.where(old > 0, spread / old, previous_step.float())
+    step = torch.where(previous_step == 0, spread * FIRST_STEP, followed)
+    return step.clamp_(MIN_STEP, MAX_STEP).to(torch.bfloat16)
+
+
+def _deviation(values: Tensor, counts: Tensor) -> Tensor:
+    """Standard deviation over the block of values that are 0 where absent and lie near 0 elsewhere."""
+    mean = values.sum(dim=-1).div_(counts)
+    square = torch.linalg.vector_norm(values, dim=-1).square_().div_(counts)
+    return square.sub_(mean.square_()).clamp_(min=0).sqrt_()

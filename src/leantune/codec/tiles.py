@@ -1,0 +1,99 @@
+"""Tiles: how a parameter of any size is walked through with bounded temporaries.
+
+A parameter of two or more dimensions is seen as a matrix (rows = shape[0], cols = the rest). A tile is a rectangle of at most
+``TILE_ELEMENTS`` elements (one row of one group of five blocks at least); its columns start on a group of five blocks, so
+that its packed trits are whole bytes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from leantune.codec.trits import packed_bytes
+
+TILE_ELEMENTS = 1 << 16
+"""Elements of a tile. A rule holds about twenty fp32 temporaries of this size at once: 5 MiB."""
+
+
+def matrix_shape(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
+    """(rows, cols) under which a parameter's elements are walked: (shape[0], the rest); a vector is one row.
+
+    >>> matrix_shape((8, 3, 5)), matrix_shape((7,)), matrix_shape(())
+    ((8, 15), (1, 7), (1, 1))
+    """
+    if len(shape) < 2:
+        return 1, int(shape[0]) if shape else 1
+    cols = 1
+    for size in shape[1:]:
+        cols *= int(size)
+    return int(shape[0]), cols
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A rectangle of a matrix: rows [top, bottom), columns [left, right)."""
+
+    top: int
+    bottom: int
+    left: int
+    right: int
+
+    @property
+    def rows(self) -> int:
+        return self.bottom - self.top
+
+    @property
+    def cols(self) -> int:
+        return self.right - self.left
+
+    def of(self, matrix: Tensor) -> Tensor:
+        """The view of a (rows, cols) matrix that this tile covers."""
+        return matrix[self.top : self.bottom, self.left : self.right]
+
+
+def tiles(rows: int, cols: int, column_unit: int = 1, elements: int = TILE_ELEMENTS) -> Iterator[Tile]:
+    """The tiles of a (rows, cols) matrix, row by row; column cuts fall on multiples of ``column_unit``.
+
+    >>> [(t.top, t.bottom, t.left, t.right) for t in tiles(5, 4, elements=8)]
+    [(0, 2, 0, 4), (2, 4, 0, 4), (4, 5, 0, 4)]
+    """
+    if rows == 0 or cols == 0:
+        return
+    width = cols if cols <= elements else max(column_unit, elements // column_unit * column_unit)
+    height = max(1, elements // width)
+    for top in range(0, rows, height):
+        for left in range(0, cols, width):
+            yield Tile(top, min(top + height, rows), left, min(left + width, cols))
+
+
+class BlockGrid:
+    """How ``cols`` columns fall into blocks of ``block_size`` neighbours of a row; the last may be short.
+
+    ``counts``: elements of each block, fp32 (blocks,). ``mask``: fp32 (blocks, block_size), 1 where an element exists, or None
+    where every block is full.
+    """
+
+    def __init__(self, cols: int, block_size: int, device: torch.device) -> None:
+        self.cols = cols
+        self.block_size = block_size
+        self.blocks = -(-cols // block_size)
+        self.bytes_per_row = packed_bytes(cols, block_size)
+        self.counts = torch.full((self.blocks,), float(block_size), dtype=torch.float32, device=device)
+        self.mask: Tensor | None = None
+        if cols % block_size:
+            self.counts[-1] = cols % block_size
+            index = torch.arange(self.blocks * block_size, device=device)
+            self.mask = (index < cols).to(torch.float32).view(self.blocks, block_size)
+
+    def split(self, matrix: Tensor) -> Tensor:
+        """(rows, cols) into (rows, blocks, block_size), the missing tail filled with zeros. A view where no tail is missing."""
+        missing = self.blocks * self.block_size - self.cols
+        if missing:
+            matrix = torch.nn.functional.pad(matrix, (0, missing))
+        return matrix.reshape(matrix.shape[0], self.blocks, self.block_size)
+
+    def join(self, blocks: Tensor) -> Tensor:
+        """(rows, blocks, block_size) back into (rows, cols)."""
+        return blocks.reshape(blocks.shape[0], -1)[:, : self.cols]

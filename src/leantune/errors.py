@@ -1,0 +1,29 @@
+"""The exceptions leantune raises: each says what was wrong, why it cannot work, and what to write instead."""
+
+
+class LeantuneError(Exception):
+    """Base of every error raised on purpose by leantune."""
+
+
+class InvalidArgumentError(LeantuneError, ValueError):
+    """An argument has a value that cannot work. Raised before anything is loaded or changed."""
+
+
+class InvalidTypeError(LeantuneError, TypeError):
+    """An argument is of a kind that cannot work (a complex parameter, a sparse gradient...)."""
+
+
+class StateMismatchError(LeantuneError, RuntimeError):
+    """A saved state does not belong to this optimizer or model. Nothing has been changed."""
+
+
+class NonFiniteError(LeantuneError, RuntimeError):
+    """A loss or a gradient holds NaN or Inf. The message says what, if anything, has already moved."""
+
+
+class BackwardError(LeantuneError, RuntimeError):
+    """A fused backward pass was used in a way in which a parameter would silently get a wrong update, or none."""
+
+
+class ConfigError(LeantuneError, ValueError):
+    """A training configuration or data file is wrong; the message lists every problem found."""

@@ -1,0 +1,482 @@
+"""Where memory goes during a real step: every tensor storage that appears and disappears, attributed to a part.
+
+A ``TorchDispatchMode`` sees the result of every operator, in forward, in backward and in optimizer hooks; each storage
+is counted once, however many views share it, and a weak reference says when it is freed. Parts are decided at the end,
+when it is known what a storage became (a ``.grad``, an optimizer state, an activation kept for backward).
+
+What it cannot see: memory that C++ code allocates without an operator (matmul packing buffers, attention workspaces,
+threads' stacks), the allocator's slack, and the interpreter. `leantune.memory.process` measures those from outside.
+Tracking costs about 30 microseconds an operator: it is for a step or two, not for a whole run. Our optimizers make
+hundreds of operators for every 65,536 weights, so of their updates only the first of each parameter shape is followed
+operator by operator; the others are counted with the same temporaries (``every_update=True`` follows them all).
+"""
+
+import functools
+import time
+import weakref
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    _pop_mode_temporarily,
+    is_traceable_wrapper_subclass,
+)
+
+from leantune.errors import BackwardError
+from leantune.memory.parts import (
+    ACTIVATIONS,
+    GRADIENTS,
+    INPUTS,
+    LOSS,
+    OPTIMIZER_STATES,
+    PARTS,
+    RECOMPUTE,
+    TEMPORARIES,
+    UPDATE,
+    WEIGHTS,
+)
+from leantune.memory.timeline import BACKWARD, FORWARD, OTHER, PHASES, UPDATE_PHASE, MemoryTimeline, resolve
+
+_CODE = {part: code for code, part in enumerate(PARTS)}
+_UNKNOWN = -1
+_PHASE = {phase: code for code, phase in enumerate(PHASES)}
+_CUDA_ROUND = 512
+_PLAIN = (Tensor, nn.Parameter)
+_COPIES = (torch.ops.aten.clone.default, torch.ops.aten.new_empty_strided.default)
+_LOSS_NODES = ("CrossEntropy", "NllLoss", "LogSoftmax")
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Tracks the memory of what runs inside ``with tracker:`` (or between `start` and `stop`), by part.
+
+    Args:
+        model: its parameters and buffers are "weights"; its trainable parameters' gradients are "gradients"; the rows
+            of its output embedding (``get_output_embeddings()``, where it has one) say how wide logits are.
+        optimizers: their state is "optimizer_states"; what their updates allocate for a moment is "update".
+        vocabulary: width of the logits, where the model cannot be asked.
+        every_update: follow every parameter's update operator by operator, however long that takes.
+
+    Use it once. Nothing about the model or the optimizers is left changed after `stop`. Do not use it around
+    ``torch.compile``d code: compiled graphs hide their operators.
+
+    >>> layer = nn.Linear(256, 256, bias=False)
+    >>> with MemoryTracker(layer) as tracker:
+    ...     layer(torch.ones(4, 256)).sum().backward()
+    >>> tracker.timeline().part_peaks()["gradients"] == 256 * 256 * 4
+    True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        optimizers: Optimizer | Sequence[Optimizer] = (),
+        *,
+        vocabulary: int | None = None,
+        every_update: bool = False,
+    ) -> None:
+        super().__init__()
+        self._model = model
+        self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+        self._head_shape = _output_embedding_shape(model)
+        self._vocabulary = vocabulary or (self._head_shape[0] if self._head_shape else None)
+        parameters = list(model.parameters()) if model is not None else []
+        grouped = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
+        self._parameters: list[Tensor] = list({id(p): p for p in [*parameters, *grouped]}.values())
+        self._every_update = every_update
+        self._update_peaks: dict[Any, int] = {}  # (optimizer, shape, dtype) -> temporaries of such an update
+        self._wrapped: list[Any] = []
+        self._device_type = self._parameters[0].device.type if self._parameters else None
+
+        # One entry an event.
+        self._times = array("d")
+        self._phases = array("b")
+        # One entry an allocation. `_parts` is what is known so far; `_guesses` is used where nothing better turns up.
+        self._births = array("q")
+        self._deaths = array("q")
+        self._sizes = array("q")
+        self._parts = array("b")
+        self._guesses = array("b")
+        self._outside = array("b")  # 1: made outside backward and update, so it can be an activation
+        self._living: dict[int, int] = {}  # storage address -> allocation
+        self._references: dict[int, weakref.ref[Any]] = {}
+        self._forward_ends: list[int] = []
+        self._graph_task = -1
+        self._updating = 0
+        self._phase = _PHASE[OTHER]
+        self._began = 0.0
+        self._running = False
+        self._inside = 0  # allocations before this one existed when tracking began
+        self._handles: list[Any] = []
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    def start(self) -> "MemoryTracker":
+        """Begin tracking; the same as entering the ``with`` block."""
+        return self.__enter__()
+
+    def stop(self) -> None:
+        """End tracking; the same as leaving the ``with`` block. Modes entered since `start` must have been left."""
+        self.__exit__(None, None, None)
+
+    def __enter__(self) -> "MemoryTracker":
+        if self._times:
+            raise BackwardError("this MemoryTracker has already been used; make a new one for another measurement")
+        self._began = time.perf_counter()
+        self._event()
+        for tensor in self._parameters:
+            self._preexisting(tensor, WEIGHTS)
+            if tensor.grad is not None:
+                self._preexisting(tensor.grad, GRADIENTS)
+        if self._model is not None:
+            for buffer in self._model.buffers():
+                self._preexisting(buffer, WEIGHTS)
+        self._mark_states(existed=True)
+        self._inside = len(self._sizes)
+        self._register_hooks()
+        self._running = True
+        super().__enter__()
+        return self
+
+    def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
+        super().__exit__(exc_type, exc_value, traceback)
+        if not self._running:
+            return
+        self._running = False
+        self._event()
+        self._mark_states()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for optimizer in self._wrapped:
+            del optimizer.update
+        self._wrapped.clear()
+        self._references.clear()
+        self._living.clear()
+
+    def _register_hooks(self) -> None:
+        for parameter in self._parameters:
+            if parameter.requires_grad and parameter.is_leaf:
+                # Before accumulation, so that it also sees gradients that a fused backward frees in its own hook.
+                self._handles.append(parameter.register_hook(functools.partial(self._mark, part=GRADIENTS)))
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._mark_accumulated))
+        for optimizer in self._optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(self._update_begins))
+            self._handles.append(optimizer.register_step_post_hook(self._update_ends))
+            if callable(getattr(optimizer, "update", None)) and "update" not in vars(optimizer):
+                optimizer.update = functools.partial(self._update, optimizer.update, optimizer)  # type: ignore[attr-defined]
+                self._wrapped.append(optimizer)
+
+    # -- what happens -------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self._follow_phase()
+        for tensor in _flat_tensors(args):
+            self._see(tensor)
+        if kwargs:
+            for tensor in _flat_tensors(kwargs.values()):
+                self._see(tensor)
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor):
+            self._see(result, func)
+        elif isinstance(result, list | tuple):
+            for tensor in _flat_tensors(result):
+                self._see(tensor, func)
+        return result
+
+    def _follow_phase(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._graph_task:
+            self._graph_task = task
+            if task >= 0:
+                self._backward_begins()
+        if self._updating:
+            phase = UPDATE_PHASE
+        elif task >= 0:
+            phase = BACKWARD
+        elif torch.is_grad_enabled() or self._phase == _PHASE[FORWARD]:
+            phase = FORWARD
+        else:
+            phase = OTHER
+        self._phase = _PHASE[phase]
+
+    def _backward_begins(self) -> None:
+        self._forward_ends.append(len(self._times) - 1)
+        activation = _CODE[ACTIVATIONS]
+        for allocation in self._living.values():
+            if self._outside[allocation] and self._parts[allocation] == _UNKNOWN:
+                self._parts[allocation] = activation
+                self._outside[allocation] = 0
+
+    def _guess(self, tensor: Tensor, made_by: Any) -> str:
+        """The part of a new storage if nothing more is learnt about it; ``tensor`` is the first one seen in it."""
+        if self._updating:
+            return UPDATE
+        shape = tensor.shape
+        wide = self._vocabulary is not None and len(shape) >= 2 and shape[-1] == self._vocabulary
+        if self._graph_task < 0:
+            return LOSS if wide else TEMPORARIES
+        node = torch._C._current_autograd_node()
+        name = node.name() if node is not None else ""
+        if name.endswith(
+            "AccumulateGrad"
+        ):  # the engine copying a gradient it may not take, or a hook updating a weight
+            copied = made_by in _COPIES and shape == getattr(node, "variable", tensor).shape
+            return GRADIENTS if copied else UPDATE
+        if torch.is_grad_enabled():
+            return LOSS if wide else RECOMPUTE
+        if self._head_shape is not None and tuple(shape) == self._head_shape:
+            return GRADIENTS  # a partial gradient of a (tied) head, not yet accumulated
+        if wide or any(part in name for part in _LOSS_NODES):
+            return LOSS
+        return TEMPORARIES
+
+    def _see(self, tensor: Tensor, made_by: Any = None) -> None:
+        """Take note of a tensor's storage: made by this operator, or, without one, met as an argument."""
+        for plain in _plain_tensors(tensor):
+            if self._device_type is not None and plain.device.type not in (self._device_type, "meta"):
+                continue
+            try:
+                storage = plain.untyped_storage()
+            except (NotImplementedError, RuntimeError):
+                continue  # sparse and opaque tensors have no storage of their own
+            key = storage._cdata
+            known = self._living.get(key)
+            size = self._rounded(storage.nbytes(), plain.device.type)
+            if known is not None:
+                if self._sizes[known] != size:
+                    self._resized(key, known, size)
+                continue
+            if size == 0:
+                continue
+            if made_by is None:
+                # Made before tracking began, or where no operator shows it.
+                self._add(storage, size, INPUTS, _CODE[INPUTS], birth=0, outside=False)
+                continue
+            guess = self._guess(plain, made_by)
+            outside = self._graph_task < 0 and not self._updating
+            known_part = _CODE[LOSS] if guess == LOSS else _UNKNOWN
+            self._add(storage, size, guess, known_part, birth=self._event(), outside=outside)
+
+    def _add(self, storage: Any, size: int, guess: str, part: int, *, birth: int, outside: bool) -> int:
+        allocation = len(self._sizes)
+        self._births.append(birth)
+        self._deaths.append(-1)
+        self._sizes.append(size)
+        self._parts.append(part)
+        self._guesses.append(_CODE[guess])
+        self._outside.append(1 if outside else 0)
+        key = storage._cdata
+        self._living[key] = allocation
+        self._references[key] = weakref.ref(storage, functools.partial(self._freed, key, allocation))
+        return allocation
+
+    def _freed(self, key: int, allocation: int, _reference: Any) -> None:
+        if self._living.get(key) == allocation:
+            self._deaths[allocation] = self._event()
+            del self._living[key]
+            del self._references[key]
+
+    def _resized(self, key: int, allocation: int, size: int) -> None:
+        """A storage grew or shrank in place: its old size ends and its new one begins."""
+        event = self._event()
+        self._deaths[allocation] = event
+        grown = len(self._sizes)
+        self._births.append(event)
+        self._deaths.append(-1)
+        self._sizes.append(size)
+        for column in (self._parts, self._guesses, self._outside):
+            column.append(column[allocation])
+        self._living[key] = grown
+        storage = self._references[key]()
+        if storage is not None:
+            self._references[key] = weakref.ref(storage, functools.partial(self._freed, key, grown))
+
+    def _event(self) -> int:
+        self._times.append(time.perf_counter() - self._began)
+        self._phases.append(self._phase)
+        return len(self._times) - 1
+
+    def _rounded(self, size: int, device_type: str) -> int:
+        return -(-size // _CUDA_ROUND) * _CUDA_ROUND if device_type == "cuda" else size
+
+    # -- what storages turn out to be ---------------------------------------------------------------------------------
+
+    def _preexisting(self, tensor: Tensor, part: str, birth: int = 0) -> None:
+        """Count a storage that no operator has shown, unless it is known: in use since ``birth``."""
+        for plain in _plain_tensors(tensor):
+            storage = plain.untyped_storage()
+            size = self._rounded(storage.nbytes(), plain.device.type)
+            if size and storage._cdata not in self._living:
+                self._add(storage, size, part, _CODE[part], birth=birth, outside=False)
+
+    def _mark(self, tensor: Tensor, part: str) -> None:
+        for plain in _plain_tensors(tensor):
+            allocation = self._living.get(plain.untyped_storage()._cdata)
+            if allocation is not None:
+                self._parts[allocation] = _CODE[part]
+
+    def _mark_accumulated(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._mark(parameter.grad, GRADIENTS)
+
+    def _mark_states(self, *, existed: bool = False) -> None:
+        for optimizer in self._optimizers:
+            for state in optimizer.state.values():
+                for tensor in tensors_in(state):
+                    if existed:
+                        self._preexisting(tensor, OPTIMIZER_STATES)
+                    self._mark(tensor, OPTIMIZER_STATES)
+
+    def _update_begins(self, *_: Any) -> None:
+        self._updating += 1
+
+    def _update_ends(self, *_: Any) -> None:
+        self._updating -= 1
+        self._mark_states()
+
+    def _update(
+        self, original: Callable[..., Any], optimizer: Optimizer, param: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """In place of an optimizer's ``update``: follow the first of each shape, count the others alike."""
+        kind = (id(optimizer), tuple(param.shape), param.dtype, bool(optimizer.state.get(param)))
+        known = self._update_peaks.get(kind)
+        self._updating += 1
+        try:
+            if known is None or self._every_update or _get_current_dispatch_mode() is not self:
+                first = len(self._sizes)
+                result = original(param, *args, **kwargs)
+                self._update_peaks[kind] = self._peak_of_passing(first)
+            else:
+                with _pop_mode_temporarily():
+                    result = original(param, *args, **kwargs)
+                self.touch(UPDATE, known)
+                for tensor in tensors_in(optimizer.state.get(param, {})):
+                    self._preexisting(tensor, OPTIMIZER_STATES, birth=self._event())
+        finally:
+            self._updating -= 1
+        return result
+
+    # -- by hand ------------------------------------------------------------------------------------------------------
+
+    def hold(self, part: str, size: int) -> None:
+        """Count ``size`` bytes as ``part`` from the very beginning: something a simulated step does not allocate."""
+        self._by_hand(part, size, birth=0, death=-1)
+
+    def touch(self, part: str, size: int) -> None:
+        """Count ``size`` bytes as ``part`` for this moment only."""
+        birth = self._event()
+        self._by_hand(part, size, birth=birth, death=self._event())
+
+    def _by_hand(self, part: str, size: int, birth: int, death: int) -> None:
+        self._births.append(birth)
+        self._deaths.append(death)
+        self._sizes.append(size)
+        self._parts.append(_CODE[part])
+        self._guesses.append(_CODE[part])
+        self._outside.append(0)
+
+    # -- results ------------------------------------------------------------------------------------------------------
+
+    def timeline(self) -> MemoryTimeline:
+        """What was seen so far, by part."""
+        parts = [guess if part == _UNKNOWN else part for part, guess in zip(self._parts, self._guesses)]
+        return resolve(self._times, self._phases, self._births, self._deaths, self._sizes, parts, self._forward_ends)
+
+    @property
+    def peak_temporary_bytes(self) -> int:
+        """The most bytes in use at once by storages that were allocated inside the block and freed inside it."""
+        return self._peak_of_passing(self._inside)
+
+    def _peak_of_passing(self, first: int) -> int:
+        """The most bytes in use at once by the allocations from ``first`` on that have come and gone."""
+        changes: list[tuple[int, int]] = []
+        for allocation in range(first, len(self._sizes)):
+            if self._births[allocation] > 0 and self._deaths[allocation] >= 0:
+                changes.append((self._births[allocation], self._sizes[allocation]))
+                changes.append((self._deaths[allocation], -self._sizes[allocation]))
+        level = peak = 0
+        for _, change in sorted(changes):
+            level += change
+            peak = max(peak, level)
+        return peak
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes allocated inside the block and still in use at its end."""
+        return sum(
+            self._sizes[allocation]
+            for allocation in range(self._inside, len(self._sizes))
+            if self._births[allocation] > 0 and self._deaths[allocation] < 0
+        )
+
+    @property
+    def largest_allocation_bytes(self) -> int:
+        """The largest single storage allocated inside the block."""
+        inside = range(self._inside, len(self._sizes))
+        return max((self._sizes[a] for a in inside if self._births[a] > 0), default=0)
+
+
+@contextmanager
+def track(
+    model: nn.Module | None = None, optimizers: Optimizer | Sequence[Optimizer] = (), *, vocabulary: int | None = None
+) -> Iterator[MemoryTracker]:
+    """``with track() as t: ...``: a `MemoryTracker` around a block. See there for the arguments and the limits.
+
+    >>> weight = torch.ones(1000)
+    >>> with track() as t:
+    ...     weight.copy_((weight * 2).sqrt())
+    tensor([1.4142, ...
+    >>> t.peak_temporary_bytes, t.largest_allocation_bytes
+    (8000, 4000)
+    """
+    with MemoryTracker(model, optimizers, vocabulary=vocabulary) as tracker:
+        yield tracker
+
+
+def _flat_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among an operator's arguments or results, which nest in lists at most."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _flat_tensors(value)
+
+
+def _plain_tensors(tensor: Tensor) -> Iterable[Tensor]:
+    """The tensors that hold a tensor's bytes: itself, or the parts of a wrapper subclass (a DTensor)."""
+    if type(tensor) in _PLAIN or not is_traceable_wrapper_subclass(tensor):
+        return (tensor,)
+    names, _ = tensor.__tensor_flatten__()
+    return [plain for name in names for plain in _plain_tensors(getattr(tensor, name))]
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor inside nested dicts, lists, tuples and plain objects of an optimizer's state."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+    elif hasattr(value, "__dict__"):
+        yield from tensors_in(vars(value))
+
+
+def _output_embedding_shape(model: nn.Module | None) -> tuple[int, ...] | None:
+    """(vocabulary, hidden) of a transformers-style model's head; None where the model has no such thing."""
+    get_head = getattr(model, "get_output_embeddings", None)
+    head = get_head() if callable(get_head) else None
+    weight = getattr(head, "weight", None)
+    return tuple(weight.shape) if isinstance(weight, Tensor) else None

@@ -1,0 +1,309 @@
+"""What every leantune optimizer is: a ``torch.optim.Optimizer`` whose ``update`` moves one parameter by one gradient.
+
+``step()`` walks ``update`` over all parameters; ``FusedBackward`` calls the same ``update`` from inside backward.
+"""
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leantune.codec.counter_hash import stream_key
+from leantune.errors import BackwardError, InvalidArgumentError, InvalidTypeError, NonFiniteError, StateMismatchError
+from leantune.optim.gradient import squared_norm
+from leantune.optim.report import ParameterState, StateLayout, StateReport
+
+FORMAT_VERSION = 1
+_FREE_GROUP_KEYS = {"params", "param_names", "initial_lr", "name", "max_lr", "min_lr", "base_momentum", "max_momentum"}
+_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class LeanOptimizer(torch.optim.Optimizer):
+    """Base of the rules. A subclass gives ``_check_group``, ``_layout`` and ``_apply``."""
+
+    structural: tuple[str, ...] = ("rounding", "master_bits")
+    """Group keys that decide what the state tensors are; a checkpoint must agree on them."""
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
+        self._positions: dict[Tensor, int] = {}
+        self._fused: Any = None
+        super().__init__(params, {**defaults, "format_version": FORMAT_VERSION})
+
+    # -- what a rule gives ------------------------------------------------------------------------------------------
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Raise InvalidArgumentError where a setting of this (complete) group cannot work."""
+        check_common(group)
+
+    def _layout(self, param: Tensor, group: dict[str, Any]) -> StateLayout:
+        """Which tensors this parameter's state consists of, and why."""
+        raise NotImplementedError
+
+    def _apply(
+        self, param: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any], grad_scale: float, key: int
+    ) -> None:
+        """Move ``param`` by ``grad * grad_scale``; ``state`` is allocated and its step counted; ``key`` seeds random bits."""
+        raise NotImplementedError
+
+    # -- the one path of a gradient ---------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def update(
+        self, param: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any], grad_scale: float = 1.0
+    ) -> None:
+        """Move one parameter by one gradient, whole.
+
+        ``grad``: the parameter's shape, any floating dtype, finite (the caller checks); it is multiplied by ``grad_scale`` in
+        fp32. Temporaries stay under 8 MiB whatever the size of the parameter.
+        """
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.int64)
+            for name, (shape, dtype) in self._layout(param, group).tensors.items():
+                state[name] = torch.zeros(shape, dtype=dtype, device=param.device)
+        state["step"] += 1
+        if param.numel():
+            key = stream_key(int(group["seed"]), int(state["step"]), self._position(param))
+            self._apply(param.detach(), grad, group, state, grad_scale, key)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update every parameter that has a gradient: all of them, or, if any gradient is not finite, none.
+
+        Under a FusedBackward the updates have happened inside backward; ``step()`` then closes the step.
+        Raises NonFiniteError naming the parameter; InvalidTypeError for a sparse gradient.
+        """
+        if self._fused is not None:
+            if closure is not None:
+                raise BackwardError(
+                    "step(closure) runs backward several times, but under FusedBackward every backward already moves the "
+                    "weights. Call loss.backward() (or fused.backward(loss)) once and then step()."
+                )
+            return self._fused.close_step(self)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for index, group in enumerate(self.param_groups):
+            for place, param in enumerate(group["params"]):
+                if param.grad is not None:
+                    self.check_gradient(param, param.grad, index, place)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.update(param, param.grad, group, self.state[param])
+        return loss
+
+    def check_gradient(self, param: Tensor, grad: Tensor, group_index: int, place: int) -> Tensor:
+        """Refuse a gradient that cannot be applied; returns its squared norm, fp32 of no dimensions."""
+        name = self.name_of(group_index, place)
+        if grad.layout != torch.strided:
+            raise InvalidTypeError(
+                f"{name} has a sparse gradient ({grad.layout}), which {type(self).__name__} does not take. "
+                "Build the embedding with sparse=False."
+            )
+        norm = squared_norm(grad)
+        if not bool(torch.isfinite(norm)):
+            raise NonFiniteError(
+                f"the gradient of {name} holds NaN or Inf (or its squares overflow float32). Nothing has been updated in "
+                "this step. Look at the loss and the learning rate; zero_grad() and go on with the next batch, or stop."
+            )
+        return norm
+
+    # -- groups -----------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, as torch does; settings it does not name are the optimizer's defaults.
+
+        Raises InvalidArgumentError for an unknown or impossible setting, InvalidTypeError for a parameter this optimizer cannot
+        train (integer, complex, sparse, non-contiguous, float64), before anything is added.
+        """
+        if not isinstance(param_group, dict):
+            raise InvalidTypeError(f"a parameter group is a dict with 'params', not {type(param_group).__name__}")
+        param_group = dict(param_group)
+        params = param_group.get("params", [])
+        if isinstance(params, set):
+            raise InvalidTypeError("parameters must come in an ordered collection (their order names them); a set is not")
+        params = [params] if isinstance(params, Tensor) else list(params)
+        param_group["params"] = params
+        unknown = set(param_group) - set(self.defaults) - _FREE_GROUP_KEYS
+        if unknown:
+            raise InvalidArgumentError(
+                f"{type(self).__name__} does not know the group setting(s) {sorted(unknown)}; it would be ignored. "
+                f"Known: {sorted(set(self.defaults) - {'format_version'})}."
+            )
+        for place, item in enumerate(params):
+            name, param = item if isinstance(item, tuple) else (f"parameter {place}", item)
+            _check_parameter(name, param, type(self).__name__)
+        self._check_group({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        self._positions = {}
+
+    def name_of(self, group_index: int, place: int) -> str:
+        """The parameter's name where the optimizer was given named parameters, else its place and shape."""
+        group = self.param_groups[group_index]
+        if "param_names" in group:
+            return str(group["param_names"][place])
+        return f"parameter {place} of group {group_index} (shape {tuple(group['params'][place].shape)})"
+
+    def _position(self, param: Tensor) -> int:
+        """Place of the parameter in all groups: part of the key of its random bits, the same on every rank and after resuming."""
+        if param not in self._positions:
+            everything = (param for group in self.param_groups for param in group["params"])
+            self._positions = {param: place for place, param in enumerate(everything)}
+        return self._positions[param]
+
+    # -- report -----------------------------------------------------------------------------------------------------
+
+    def report(self) -> StateReport:
+        """Every parameter with its storage, bits, bytes and reason; exact before the first step too."""
+        rows = []
+        for index, group in enumerate(self.param_groups):
+            for place, param in enumerate(group["params"]):
+                layout = self._layout(param, group)
+                rows.append(ParameterState.of(self.name_of(index, place), param, layout))
+        return StateReport(type(self).__name__, rows)
+
+    # -- state dict -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore a state saved by ``state_dict()``. Every tensor keeps its own dtype (torch would cast it to the weight's).
+
+        Everything is checked first: raises StateMismatchError, with nothing changed, where the groups, the format, a structural
+        setting or a tensor's shape or dtype does not belong to this optimizer.
+        """
+        saved = copy.copy(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            result = hook(self, saved)
+            saved = saved if result is None else result
+        groups, states = _parts(saved, type(self).__name__)
+        self._check_saved_groups(groups)
+        new_groups = [self._merged_group(mine, theirs) for mine, theirs in zip(self.param_groups, groups, strict=True)]
+        new_state: defaultdict[Tensor, Any] = defaultdict(dict)
+        used = set()
+        for mine, theirs in zip(new_groups, groups, strict=True):
+            for place, (param, number) in enumerate(zip(mine["params"], theirs["params"], strict=True)):
+                if number in states:
+                    used.add(number)
+                    new_state[param] = self._checked_state(states[number], param, mine, place)
+        if set(states) - used:
+            raise StateMismatchError(
+                f"the saved state has entries {sorted(set(states) - used)[:5]} that belong to no saved parameter group; the file "
+                "is damaged or was edited. Nothing has been changed."
+            )
+        self.__setstate__({"state": new_state, "param_groups": new_groups})
+        for post in self._optimizer_load_state_dict_post_hooks.values():
+            post(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__.setdefault("_fused", None)
+        self._positions = {}
+
+    def _check_saved_groups(self, groups: list[dict[str, Any]]) -> None:
+        if len(groups) != len(self.param_groups):
+            raise StateMismatchError(
+                f"the saved state has {len(groups)} parameter groups, this optimizer {len(self.param_groups)}. Build the "
+                "optimizer with the same groups it was saved with."
+            )
+        for index, (mine, theirs) in enumerate(zip(self.param_groups, groups, strict=True)):
+            if len(mine["params"]) != len(theirs["params"]):
+                raise StateMismatchError(
+                    f"group {index} has {len(theirs['params'])} parameters in the saved state and {len(mine['params'])} here. "
+                    "Were parameters frozen, unfrozen or tied differently when it was saved?"
+                )
+            version = theirs.get("format_version")
+            if version != FORMAT_VERSION:
+                raise StateMismatchError(
+                    f"group {index} of the saved state has format version {version}, this release reads {FORMAT_VERSION}. "
+                    f"It was not saved by this {type(self).__name__}; start a fresh optimizer, or load it with the release "
+                    "(or the optimizer) that saved it."
+                )
+            for key in self.structural:
+                if theirs.get(key) != mine[key]:
+                    raise StateMismatchError(
+                        f"group {index} was saved with {key}={theirs.get(key)!r}, this optimizer has {key}={mine[key]!r}. "
+                        f"Build it with {key}={theirs.get(key)!r} to go on from this state."
+                    )
+
+    def _merged_group(self, mine: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+        merged = {**mine, **{key: copy.deepcopy(value) for key, value in theirs.items() if key != "params"}}
+        merged["params"] = mine["params"]
+        if "param_names" in mine:
+            merged["param_names"] = mine["param_names"]
+        self._check_group(merged)
+        return merged
+
+    def _checked_state(self, saved: dict[str, Any], param: Tensor, group: dict[str, Any], place: int) -> dict[str, Any]:
+        """The saved state of one parameter as new tensors on its device, each checked against the layout."""
+        specs = {**self._layout(param, group).tensors, "step": ((), torch.int64)}
+        if set(saved) != set(specs):
+            raise StateMismatchError(
+                f"parameter {place} (shape {tuple(param.shape)}): the saved state holds {sorted(saved)}, "
+                f"{type(self).__name__} keeps {sorted(specs)}. It belongs to another optimizer or other settings."
+            )
+        loaded = {}
+        for name, (shape, dtype) in specs.items():
+            value = saved[name]
+            if not isinstance(value, Tensor) or tuple(value.shape) != tuple(shape) or value.dtype != dtype:
+                found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                raise StateMismatchError(
+                    f"parameter {place} (shape {tuple(param.shape)}): saved {name} is {found}, expected {dtype} {tuple(shape)}. "
+                    "The file belongs to another model or was converted; nothing has been changed."
+                )
+            if value.is_floating_point() and not bool(torch.isfinite(squared_norm(value))):
+                raise StateMismatchError(f"parameter {place}: saved {name} holds NaN or Inf. Go back to an earlier checkpoint.")
+            loaded[name] = value.detach().clone().to("cpu" if name == "step" else param.device)
+        return loaded
+
+
+def check_common(group: dict[str, Any]) -> None:
+    """Settings every rule shares: lr, weight_decay, rounding, master_bits."""
+    lr = float(group["lr"])
+    if not 0 <= lr < float("inf"):
+        raise InvalidArgumentError(f"lr is {lr}; it must be a finite number of at least 0.")
+    if not 0 <= float(group["weight_decay"]) < float("inf"):
+        raise InvalidArgumentError(f"weight_decay is {group['weight_decay']}; it must be a finite number of at least 0.")
+    if group["rounding"] not in (None, "stochastic", "nearest"):
+        raise InvalidArgumentError(
+            f"rounding is {group['rounding']!r}; write 'stochastic', 'nearest', or None (stochastic below 32 bits)."
+        )
+    if group.get("master_bits") not in (None, 24):
+        raise InvalidArgumentError(f"master_bits is {group['master_bits']!r}; write 24 (bf16 + 8-bit remainder) or None.")
+    if not isinstance(group["seed"], int):
+        raise InvalidArgumentError(f"seed is {group['seed']!r}; it must be an int.")
+
+
+def check_betas(group: dict[str, Any]) -> None:
+    """betas in [0, 1) and eps positive."""
+    betas = group["betas"]
+    if len(betas) != 2 or not all(0 <= float(beta) < 1 for beta in betas):
+        raise InvalidArgumentError(f"betas is {betas}; it must be two numbers in [0, 1), for example (0.9, 0.999).")
+    if not float(group["eps"]) > 0:
+        raise InvalidArgumentError(f"eps is {group['eps']}; it must be above 0: it is all that divides a zero gradient.")
+
+
+def _check_parameter(name: str, param: Any, optimizer: str) -> None:
+    if not isinstance(param, Tensor):
+        raise InvalidTypeError(f"{optimizer} trains tensors; {name} is a {type(param).__name__}.")
+    if param.layout != torch.strided:
+        raise InvalidTypeError(f"{name} is a sparse tensor ({param.layout}); {optimizer} trains dense ones: call .to_dense().")
+    if param.dtype not in _WEIGHT_DTYPES:
+        raise InvalidTypeError(
+            f"{name} is {param.dtype}; {optimizer} trains float32, bfloat16 and float16 weights. Freeze it "
+            "(requires_grad_(False)) and leave it out, or convert it."
+        )
+    if not param.is_contiguous():
+        raise InvalidTypeError(
+            f"{name} (shape {tuple(param.shape)}, stride {param.stride()}) is not contiguous; its blocks would not be "
+            "neighbours in memory. Make it so first: param.data = param.data.contiguous()."
+        )
+
+
+def _parts(saved: Any, optimizer: str) -> tuple[list[dict[str, Any]], dict[Any, dict[str, Any]]]:
+    if not isinstance(saved, dict) or "param_groups" not in saved or "state" not in saved:
+        raise StateMismatchError(f"{optimizer}.load_state_dict takes what state_dict() gives: a dict with 'state' and 'param_groups'.")
+    return saved["param_groups"], saved["state"]

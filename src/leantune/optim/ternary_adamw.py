@@ -1,0 +1,247 @@
+"""TernaryAdamW: momentum and second moment as trits, with what the quantiser drops applied to the weights at once.
+
+The rule is LaProp (Ziyin et al. 2020: momentum of normalised gradients) with sigma-delta released momentum:
+
+    v    = beta2 v_prev + (1 - beta2) g^2
+    n    = g / (sqrt(v / (1 - beta2^t)) + eps)
+    u    = beta1 u_prev + (1 - beta1) n
+    u_q  = what u decodes to once it is stored: low-rank carry + ternary blocks
+    step = (u - beta1 u_q) / (1 - beta1)
+    w    = w (1 - lr weight_decay) - lr step
+
+With exact storage u_q = u and step = u: that is ``states="exact"``. Otherwise sum(step) = sum(n) - beta1/(1-beta1) u_q over any
+run at constant lr, so quantisation errors never accumulate, whatever the quantiser.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leantune.codec.counter_hash import low_fraction, random_bits, splitmix64
+from leantune.codec.low_rank import PowerIteration
+from leantune.codec.ternary_state import TernaryState, tensor_specs
+from leantune.codec.tiles import TILE_ELEMENTS, BlockGrid, Tile, matrix_shape, tiles
+from leantune.codec.trits import TRITS_PER_BYTE
+from leantune.errors import InvalidArgumentError
+from leantune.optim.base import LeanOptimizer, check_betas, check_common
+from leantune.optim.report import StateLayout
+from leantune.optim.weights import WeightMatrix, master_spec
+
+MIN_COLUMNS = 16
+"""Matrices with fewer columns keep exact state: block scalars would outweigh the trits."""
+MAX_CARRY_BYTES = 0.25
+"""Bytes per parameter that a carry may cost; a matrix too thin for it keeps none."""
+
+
+def normalised_momentum(
+    grad: Tensor, momentum: Tensor, variance: Tensor, beta1: float, beta2: float, step: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """LaProp's pure rule: (n, u, v) from g, u_prev and v_prev, all fp32 and of one shape. ``variance`` is overwritten by v."""
+    variance.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    denominator = torch.mul(variance, 1 / (1 - beta2**step)).sqrt_().add_(eps)
+    normalised = torch.div(grad, denominator, out=denominator)
+    return normalised, torch.lerp(momentum, normalised, 1 - beta1), variance
+
+
+def released_step(momentum: Tensor, decoded: Tensor, beta1: float) -> Tensor:
+    """step = (u - beta1 u_q) / (1 - beta1): u itself, plus what storing it dropped, at the weight it would have had later."""
+    return torch.sub(momentum, decoded, alpha=beta1).mul_(1 / (1 - beta1))
+
+
+class TernaryAdamW(LeanOptimizer):
+    """AdamW's quality with states in {-1, 0, +1}: about 0.45 bytes of state a parameter instead of 8.
+
+    Args:
+        params: parameters, named parameters or groups. Contiguous float32, bfloat16 or float16.
+        lr: learning rate (float or tensor, read at every update).
+        betas: decay of momentum and of the second moment, each in [0, 1).
+        eps: added to the root of the second moment; above 0.
+        weight_decay: decoupled, as in AdamW.
+        carry_rank: rank of the exact low-rank part of momentum; 0 turns it off. 2 * rank * (rows + cols) bytes.
+        momentum_planes: trits an element for momentum, 1 or 2 (0.45 or 0.67 B/param).
+        block_size: elements that share scales; a multiple of 8.
+        states: "ternary", or "exact" for fp32 states (8 B/param), per group. Vectors and matrices under 16 columns are exact.
+        rounding: of weights under 32 bits: "stochastic" (the meaning of None) or "nearest".
+        master_bits: 24 keeps an 8-bit remainder beside each bfloat16 weight (1 B/param).
+        seed: of the counter hash behind stochastic rounding.
+
+    Raises:
+        InvalidArgumentError, InvalidTypeError: before anything is changed.
+
+    >>> layer = torch.nn.Linear(256, 64)
+    >>> optimizer = TernaryAdamW(layer.named_parameters(), lr=1e-3)
+    >>> layer(torch.ones(2, 256)).sum().backward(); _ = optimizer.step()
+    >>> [row.storage for row in optimizer.report().rows]
+    ['ternary', 'exact fp32']
+
+    Source: the scheme is described in docs/ternary_states.md.
+    """
+
+    structural = ("states", "block_size", "momentum_planes", "carry_rank", "master_bits")
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        carry_rank: int = 4,
+        momentum_planes: int = 1,
+        block_size: int = 128,
+        states: str = "ternary",
+        rounding: str | None = None,
+        master_bits: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "carry_rank": carry_rank,
+                "momentum_planes": momentum_planes,
+                "block_size": block_size,
+                "states": states,
+                "rounding": rounding,
+                "master_bits": master_bits,
+                "seed": seed,
+            },
+        )
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        check_common(group)
+        check_betas(group)
+        if group["states"] not in ("ternary", "exact"):
+            raise InvalidArgumentError(f"states is {group['states']!r}; write 'ternary' or 'exact'.")
+        if group["momentum_planes"] not in (1, 2):
+            raise InvalidArgumentError(f"momentum_planes is {group['momentum_planes']!r}; write 1 or 2.")
+        rank, block = group["carry_rank"], group["block_size"]
+        if not isinstance(rank, int) or not 0 <= rank <= 64:
+            raise InvalidArgumentError(f"carry_rank is {rank!r}; it must be an int from 0 (no carry) to 64.")
+        if not isinstance(block, int) or block % 8 or not 16 <= block <= 4096:
+            raise InvalidArgumentError(f"block_size is {block!r}; it must be a multiple of 8 from 16 to 4096 (128 is tested most).")
+
+    def _layout(self, param: Tensor, group: dict[str, Any]) -> StateLayout:
+        shape = tuple(param.shape)
+        master = master_spec(shape, param.dtype, group["master_bits"])
+        rows, cols = matrix_shape(shape)
+        reason = _reason_for_exact(shape, cols, group)
+        if reason:
+            exact = {name: (shape, torch.float32) for name in ("momentum", "variance")}
+            return StateLayout("exact fp32", reason, exact | master)
+        rank, note = _carry_rank(rows, cols, group)
+        specs = tensor_specs(rows, cols, group["block_size"], group["momentum_planes"], rank)
+        return StateLayout("ternary", note, specs | master)
+
+    def _apply(
+        self, param: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any], grad_scale: float, key: int
+    ) -> None:
+        weight = WeightMatrix(param, group["rounding"], state.get("weight_remainder"), key)
+        step = _Step(group, int(state["step"]), grad_scale, key)
+        matrix = grad if grad.dim() == 2 else grad.reshape(matrix_shape(grad.shape))
+        if "momentum_trits" in state:
+            step.ternary(weight, matrix, TernaryState(state, group["block_size"]))
+        else:
+            shape = matrix_shape(param.shape)
+            step.exact(weight, matrix, state["momentum"].view(shape), state["variance"].view(shape))
+
+
+class _Step:
+    """One step of one parameter: the settings of its group as plain numbers, walked over the tiles."""
+
+    def __init__(self, group: dict[str, Any], number: int, grad_scale: float, key: int) -> None:
+        self.lr = float(group["lr"])
+        self.decay = 1 - self.lr * float(group["weight_decay"])
+        self.beta1, self.beta2 = (float(beta) for beta in group["betas"])
+        self.eps = float(group["eps"])
+        self.block_size = int(group["block_size"])
+        self.number = number
+        self.grad_scale = grad_scale
+        self.key = key
+
+    def exact(self, weight: WeightMatrix, grad: Tensor, momentum: Tensor, variance: Tensor) -> None:
+        """fp32 states of the weight's (rows, cols): nothing is dropped, so the step is u."""
+        for tile in tiles(*grad.shape, column_unit=self.block_size):
+            g = self._gradient(grad, tile)
+            v = tile.of(variance)
+            _, u, _ = self._rule(g, tile.of(momentum), v.contiguous())
+            tile.of(momentum).copy_(u)
+            v.mul_(self.beta2).addcmul_(g, g, value=1 - self.beta2)
+            self._move(weight, tile, u, None)
+
+    def ternary(self, weight: WeightMatrix, grad: Tensor, state: TernaryState) -> None:
+        """Decode a tile, apply the rule, encode it, move the weights; with a carry, one pass before it refreshes the carry."""
+        rows, cols = grad.shape
+        grids: dict[int, BlockGrid] = {}
+        walk = list(tiles(rows, cols, column_unit=TRITS_PER_BYTE * self.block_size))
+        for tile in walk:
+            grids.setdefault(tile.cols, BlockGrid(tile.cols, self.block_size, grad.device))
+        carry = None
+        if state.carry is not None:
+            stored = self._refreshed_carry(grad, state, walk, grids)
+            carry = stored[0].float(), stored[1].float()
+        for tile in walk:
+            grid = grids[tile.cols]
+            bits = random_bits(
+                self.key, tile.top, tile.rows, tile.left // self.block_size, grid.blocks, self.block_size, grad.device
+            )
+            v, x = state.variance(tile, grid)
+            _, u, v = self._rule(grid.split(self._gradient(grad, tile)), state.momentum(tile, grid), v)
+            state.write_variance(tile, grid, v, x, low_fraction(bits))
+            decoded = state.write_momentum(tile, grid, u, carry)
+            self._move(weight, tile, grid.join(released_step(u, decoded, self.beta1)), grid.join(bits))
+        if carry is not None:
+            state.write_carry(carry)
+
+    def _refreshed_carry(
+        self, grad: Tensor, state: TernaryState, walk: list[Tile], grids: dict[int, BlockGrid]
+    ) -> tuple[Tensor, Tensor]:
+        """One power iteration on this step's u, computed a tile of whole rows at a time."""
+        iteration = PowerIteration(grad.shape[0], state.basis, splitmix64(self.key))
+        for tile in walk:
+            grid = grids[tile.cols]
+            v, _ = state.variance(tile, grid)
+            _, u, _ = self._rule(grid.split(self._gradient(grad, tile)), state.momentum(tile, grid), v)
+            iteration.add(tile.top, grid.join(u))
+        return iteration.finish()
+
+    def _gradient(self, grad: Tensor, tile: Tile) -> Tensor:
+        return tile.of(grad).float() if self.grad_scale == 1.0 else tile.of(grad).float() * self.grad_scale
+
+    def _rule(self, grad: Tensor, momentum: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return normalised_momentum(grad, momentum, variance, self.beta1, self.beta2, self.number, self.eps)
+
+    def _move(self, weight: WeightMatrix, tile: Tile, step: Tensor, bits: Tensor | None) -> None:
+        values = weight.read(tile)
+        if self.decay != 1:
+            values.mul_(self.decay)
+        weight.write(tile, values.sub_(step, alpha=self.lr), bits)
+
+
+def _reason_for_exact(shape: tuple[int, ...], cols: int, group: dict[str, Any]) -> str:
+    if group["states"] == "exact":
+        return 'states="exact" was asked for'
+    if len(shape) < 2:
+        return "vector"
+    if cols < MIN_COLUMNS:
+        return f"fewer than {MIN_COLUMNS} columns"
+    return ""
+
+
+def _carry_rank(rows: int, cols: int, group: dict[str, Any]) -> tuple[int, str]:
+    """The rank this matrix carries, and what to say about it. Decided on the whole parameter's shape."""
+    rank = int(group["carry_rank"])
+    planes = f"{group['momentum_planes']} momentum plane{'s' if group['momentum_planes'] == 2 else ''}"
+    if rank == 0:
+        return 0, f"{planes}, no carry"
+    if rows * cols == 0 or 2 * rank * (rows + cols) > MAX_CARRY_BYTES * rows * cols:
+        return 0, f"{planes}, no carry: too thin for rank {rank}"
+    if cols > TILE_ELEMENTS:
+        return 0, f"{planes}, no carry: rows longer than {TILE_ELEMENTS:,}"
+    return rank, f"{planes}, carry of rank {rank}"

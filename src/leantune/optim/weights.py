@@ -1,0 +1,57 @@
+"""Reading a tile of a weight as fp32 and writing the result back in the weight's own format."""
+
+import torch
+from torch import Tensor
+
+from leantune.codec.counter_hash import high_half, random_bits
+from leantune.codec.rounding import join_24, round_stochastic_, split_24
+from leantune.codec.tiles import Tile, matrix_shape
+
+_BLOCK = 128
+
+
+class WeightMatrix:
+    """A parameter seen as its (rows, cols) matrix, with the rounding its group asks for.
+
+    ``remainder``: the int8 (rows, cols) of ``master_bits=24``, else None. ``rounding`` None means stochastic below 32 bits.
+    """
+
+    def __init__(self, param: Tensor, rounding: str | None, remainder: Tensor | None, key: int) -> None:
+        self._matrix = param.view(matrix_shape(param.shape))
+        self._remainder = remainder
+        self._key = key
+        self._stochastic = param.dtype is not torch.float32 and rounding != "nearest"
+
+    def read(self, tile: Tile) -> Tensor:
+        """fp32 (rows, cols) copy of the tile."""
+        part = tile.of(self._matrix)
+        if self._remainder is not None:
+            return join_24(part, tile.of(self._remainder))
+        return part.to(torch.float32, copy=True)
+
+    def write(self, tile: Tile, values: Tensor, bits: Tensor | None = None) -> None:
+        """Store fp32 ``values`` (overwritten). ``bits``: int32 random bits of the tile, drawn here where None; the high half serves."""
+        part = tile.of(self._matrix)
+        noise = self._noise(tile, bits) if self._stochastic else None
+        if self._remainder is not None:
+            weight, remainder = split_24(values, noise)
+            part.copy_(weight)
+            tile.of(self._remainder).copy_(remainder)
+        elif noise is not None:
+            part.copy_(round_stochastic_(values, part.dtype, noise))
+        else:
+            part.copy_(values)
+
+    def _noise(self, tile: Tile, bits: Tensor | None) -> Tensor:
+        if bits is None:
+            first, blocks = tile.left // _BLOCK, -(-tile.cols // _BLOCK)
+            drawn = random_bits(self._key, tile.top, tile.rows, first, blocks, _BLOCK, self._matrix.device)
+            bits = drawn.view(tile.rows, -1)[:, : tile.cols]
+        return high_half(bits)
+
+
+def master_spec(shape: tuple[int, ...], dtype: torch.dtype, master_bits: int | None) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """The state tensor that ``master_bits=24`` adds to a bfloat16 weight: int8 of (rows, cols), 1 byte a parameter."""
+    if master_bits == 24 and dtype is torch.bfloat16:
+        return {"weight_remainder": (matrix_shape(shape), torch.int8)}
+    return {}
