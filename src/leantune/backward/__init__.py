@@ -1,0 +1,1 @@
+"""When a gradient is ready: apply it and free it, inside backward."""

@@ -67,11 +67,10 @@ def _shift64(value: Tensor, by: int) -> Tensor:
 
 
 def _mix32_(bits: Tensor) -> Tensor:
-    """An in-place 32-bit finaliser: every input bit reaches every output bit (constants: Wellons, lowbias32)."""
-    _xor_shift_(bits, 16).mul_(0x7FEB352D)
-    _xor_shift_(bits, 15).mul_(0x846CA68B - (1 << 32))
-    return _xor_shift_(bits, 16)
+    """An in-place 32-bit finaliser (multipliers: Wellons, lowbias32).
 
-
-def _xor_shift_(bits: Tensor, by: int) -> Tensor:
-    return bits.bitwise_xor_(bits.bitwise_right_shift(by).bitwise_and_((1 << (32 - by)) - 1))
+    Shifts are arithmetic, as int32's are: x ^ (x >> k) is a bijection all the same, and no mask is needed.
+    """
+    bits.bitwise_xor_(bits >> 16).mul_(0x7FEB352D)
+    bits.bitwise_xor_(bits >> 15).mul_(0x846CA68B - (1 << 32))
+    return bits.bitwise_xor_(bits >> 16)

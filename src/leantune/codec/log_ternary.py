@@ -5,7 +5,7 @@ monotone, and exactly inverted by reading the integer back as a float. A block k
   level l: the mean of L(v), rounded to the upper 16 bits of the pattern and therefore stored as a bfloat16 number;
   step  d: octaves between neighbouring levels, bfloat16;
   trits x: in {-1, 0, +1}, stochastically rounded, decoding to v = L^-1(l + d x).
-v never decodes to zero, except in a block whose every v is zero: there l = d = x = 0.
+v never decodes to zero. A block whose mean v is below 2^-124 is empty: l = d = x = 0.
 """
 
 import torch
@@ -17,21 +17,20 @@ FLOOR = 1e-6
 FIRST_STEP = 1.22
 """The first log-step of a block is this times the standard deviation of L(v): the MSE-optimal ternary step of a Gaussian."""
 MIN_STEP, MAX_STEP = 0.05, 8.0
+_EMPTY = 2.0**-124
 _MIN_BITS = 0x00800000  # 2^-126
-_MAX_BITS = 0x7F7FFFFF  # the largest finite float
+_MAX_CENTRE = 0x7F7F0000 - 8 * (1 << 23)  # the largest level: l + d x stays a finite float, and an int32
 
 
 def decode(trits: Tensor, level: Tensor, step: Tensor) -> Tensor:
-    """v = L^-1(l + d x), fp32 (rows, blocks, size), from trits of that shape and bfloat16 level and step (rows, blocks)."""
-    centre = level.view(torch.int16).to(torch.int64) << 16
-    octaves = (step.float() * OCTAVE).to(torch.int64)
-    empty = centre == 0
-    high, middle, low = (
-        (centre + x * octaves).clamp_(_MIN_BITS, _MAX_BITS).to(torch.int32).view(torch.float32).masked_fill_(empty, 0.0)
-        for x in (1, 0, -1)
-    )
-    upper = torch.where(trits > 0, high.unsqueeze(-1), middle.unsqueeze(-1))
-    return torch.where(trits < 0, low.unsqueeze(-1), upper)
+    """v = L^-1(l + d x), fp32 (rows, blocks, size), from trits of that shape and bfloat16 level and step (rows, blocks).
+
+    An empty block decodes to 2^-126, which no eps notices.
+    """
+    centre = level.view(torch.int16).to(torch.int32) << 16
+    octaves = (step.float() * OCTAVE).to(torch.int32)
+    pattern = trits.to(torch.int32).mul_(octaves.unsqueeze(-1)).add_(centre.unsqueeze(-1)).clamp_(min=_MIN_BITS)
+    return pattern.view(torch.float32)
 
 
 def encode(
@@ -46,8 +45,9 @@ def encode(
     refitted from decoded levels alone, which would shrink it at every encode until the trits carry nothing.
     """
     mean = values.sum(dim=-1).div_(counts)
-    empty = mean == 0
-    floored = torch.maximum(values, (mean * FLOOR).unsqueeze(-1)).clamp_(min=2.0**-126)
+    # What an empty block decoded to must not make it a block of its own.
+    empty = mean <= _EMPTY
+    floored = torch.maximum(values, (mean * FLOOR).clamp_(min=2.0**-126).unsqueeze(-1))
     bits = floored.view(torch.int32)
     first = bits[..., :1]
     # Offsets from the block's first element keep integers near 1e9 exact enough in fp32.
@@ -56,7 +56,7 @@ def encode(
         offset.mul_(mask)
     first64 = first.squeeze(-1).to(torch.int64)
     centre = first64 + (offset.sum(dim=-1).div_(counts) * OCTAVE).to(torch.int64)
-    upper = ((centre + (1 << 15)) >> 16).clamp_(max=_MAX_BITS >> 16)
+    upper = ((centre + (1 << 15)) >> 16).clamp_(max=_MAX_CENTRE >> 16)
     shift = ((upper << 16) - first64).float().mul_(1 / OCTAVE)
     offset.sub_(shift.unsqueeze(-1))
     if mask is not None:
@@ -67,8 +67,7 @@ def encode(
     trits = offset.mul_(inverse.unsqueeze(-1)).clamp_(-1, 1).add_(uniform).floor_()
     if mask is not None:
         trits.mul_(mask)
-    if bool(empty.any()):
-        trits.masked_fill_(empty.unsqueeze(-1), 0.0)
+    # An empty block has inverse 0, so its trits are floor(0 + uniform) = 0 already.
     return trits, level, step
 
 

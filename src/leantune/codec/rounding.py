@@ -19,19 +19,18 @@ def round_stochastic_(values: Tensor, dtype: torch.dtype, random16: Tensor) -> T
     ``random16``: int32 in [0, 65536), one an element, same shape. The result is exact in ``dtype``: copying it loses nothing.
     Infinities and NaN stay what they are; a value beyond the largest finite number rounds to it or to infinity.
     """
+    pattern = values.view(torch.int32)
     if dtype is torch.bfloat16:
-        pattern, mask, noise = values.view(torch.int32), _BF16_MASK, random16
-        finite = values.abs() < float("inf")
+        # The noise cannot leave the 16 dropped bits of an infinity, and NaN stays NaN.
+        pattern.add_(random16).bitwise_and_(_BF16_MASK)
     elif dtype is torch.float16:
         small = values.abs() < _FP16_SMALLEST_NORMAL
         # Below the smallest normal number float16 has a fixed grid of 2^-24.
         on_grid = values.div(_FP16_STEP).add_(random16.float().mul_(2.0**-16)).floor_().mul_(_FP16_STEP)
-        pattern, mask, noise = values.view(torch.int32), _FP16_MASK, random16 >> 3
-        finite = (values.abs() < float("inf")) & ~small
+        pattern.add_(random16 >> 3).bitwise_and_(_FP16_MASK)
         values.copy_(torch.where(small, on_grid, values))
     else:
         raise TypeError(f"stochastic rounding is for bfloat16 and float16 weights, not {dtype}")
-    pattern.copy_(torch.where(finite, pattern.add(noise).bitwise_and_(mask), pattern))
     return values
 
 

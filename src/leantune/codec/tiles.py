@@ -13,8 +13,8 @@ from torch import Tensor
 
 from leantune.codec.trits import packed_bytes
 
-TILE_ELEMENTS = 1 << 16
-"""Elements of a tile. A rule holds about twenty fp32 temporaries of this size at once: 5 MiB."""
+TILE_ELEMENTS = 1 << 17
+"""Elements of a tile: 512 KiB in fp32. A rule holds about a dozen temporaries of this size at once."""
 
 
 def matrix_shape(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:

@@ -58,24 +58,17 @@ def unpack_trits(packed: Tensor, cols: int, block_size: int) -> Tensor:
 
 
 def _to_bytes(planes: Tensor) -> Tensor:
-    """Digits (..., 5, p) of -1, 0, +1 into bytes (..., p), most significant digit last (Horner's scheme)."""
-    planes = planes.float()
-    total = planes[..., TRITS_PER_BYTE - 1, :].clone()
-    for digit in range(TRITS_PER_BYTE - 2, -1, -1):
-        total = torch.add(planes[..., digit, :], total, alpha=3)
-    return total.add_(121).to(torch.uint8)  # 121 = 1 + 3 + 9 + 27 + 81 turns digits -1..1 into 0..2
+    """Digits (..., 5, p) of -1, 0, +1 into bytes (..., p): sum of (digit + 1) 3^k."""
+    weights = torch.tensor([1.0, 3.0, 9.0, 27.0, 81.0], device=planes.device).unsqueeze(-1)
+    return (planes * weights).sum(dim=-2).add_(121.0).to(torch.uint8)
 
 
 def _to_trits(packed: Tensor) -> Tensor:
     """Bytes (..., p) into fp32 digits (..., 5, p) of -1, 0, +1.
 
-    Digit k is floor(b / 3^k) - 3 floor(b / 3^(k+1)); in fp32 the quotients are exact enough once half a unit is added.
+    Digit k is floor(b / 3^k) - 3 floor(b / 3^(k+1)), less 1; half a unit added first keeps fp32 quotients off the integers.
     """
-    value = packed.float()
-    trits = value.new_empty((*packed.shape[:-1], TRITS_PER_BYTE, packed.shape[-1]))
-    higher = torch.empty_like(value)
-    for digit in range(TRITS_PER_BYTE):
-        torch.add(value, 0.5, out=higher).mul_(1 / 3).floor_()
-        torch.sub(value, higher, alpha=3, out=trits[..., digit, :])
-        value, higher = higher, value
-    return trits.sub_(1)
+    powers = torch.tensor([1.0, 1 / 3, 1 / 9, 1 / 27, 1 / 81], device=packed.device).unsqueeze(-1)
+    quotients = packed.unsqueeze(-2).float().add_(0.5).mul(powers).floor_()
+    quotients[..., :-1, :] -= 3.0 * quotients[..., 1:, :]
+    return quotients.sub_(1.0)

@@ -169,10 +169,9 @@ class _Step:
         """fp32 states of the weight's (rows, cols): nothing is dropped, so the step is u."""
         for tile in tiles(*grad.shape, column_unit=self.block_size):
             g = self._gradient(grad, tile)
-            v = tile.of(variance)
-            _, u, _ = self._rule(g, tile.of(momentum), v.contiguous())
+            _, u, v = self._rule(g, tile.of(momentum), tile.of(variance).clone())
             tile.of(momentum).copy_(u)
-            v.mul_(self.beta2).addcmul_(g, g, value=1 - self.beta2)
+            tile.of(variance).copy_(v)
             self._move(weight, tile, u, None)
 
     def ternary(self, weight: WeightMatrix, grad: Tensor, state: TernaryState) -> None:
