@@ -2,9 +2,9 @@
 
     python benchmarks/first_look.py PATH/TO/tinyshakespeare.txt [--only batch24,batch96,wide,formats,long]
 
-About 0.8 M parameters (4 layers, width 128), Tiny Shakespeare (public-domain text, 1.1 MB, widely mirrored as
-``tinyshakespeare.txt``), context 64, constant lr. Methods: torch AdamW, TernaryAdamW without carry, with a carry of rank 4. For each
-(part, method) the learning rate grid is extended until the best is interior, then three seeds run at the best. One row a run in
+About 0.8 M parameters (4 layers, width 128), Tiny Shakespeare (public-domain text, 1.1 MB), context 64, constant lr.
+Methods: torch AdamW, TernaryAdamW without carry, with a carry of rank 4. For each (part, method) the learning rate
+grid is extended until the best is interior, then three seeds run at the best. One row a run in
 results/first_look.csv; a run whose row exists is not repeated. ``--summary`` prints the tables from the rows.
 """
 
@@ -27,19 +27,19 @@ from leantune.codec.tiles import BlockGrid, Tile
 CONTEXT = 64
 METHODS = ("adamw", "ternary_r0", "ternary_r4")
 GRID = [2.5e-4 * 2**power for power in range(10)]
-START = {"adamw": 4e-3, "ternary_r0": 4e-3, "ternary_r4": 4e-3}
+START = {"adamw": 2e-3, "ternary_r0": 4e-3, "ternary_r4": 4e-3}
 COLUMNS = (
     "part", "method", "width", "batch", "steps", "weights", "beta2", "lr", "validation_loss", "seconds",
     "median_log_step", "cosine_n", "cosine_block_mean",
 )  # fmt: skip
 PARTS = {
     # part: (width, batch, steps, weights, beta2, methods)
-    "batch24": (128, 24, 300, "fp32", 0.999, METHODS),
+    "batch24": (128, 24, 200, "fp32", 0.999, METHODS),
     "batch96": (128, 96, 150, "fp32", 0.999, METHODS),
     "wide24": (256, 24, 200, "fp32", 0.999, METHODS),
     "wide96": (256, 96, 100, "fp32", 0.999, METHODS),
-    "bf16": (128, 24, 300, "bf16", 0.999, ("adamw", "ternary_r4")),
-    "bf16+8": (128, 24, 300, "bf16+8", 0.999, ("adamw", "ternary_r4")),
+    "bf16": (128, 24, 200, "bf16", 0.999, ("adamw", "ternary_r4")),
+    "bf16+8": (128, 24, 200, "bf16+8", 0.999, ("adamw", "ternary_r4")),
     "long": (128, 24, 3000, "fp32", 0.999, ("adamw", "ternary_r4")),
 }
 
@@ -109,8 +109,10 @@ class Text:
         return torch.stack(parts).mean().item()
 
 
-def build_optimizer(method: str, model: nn.Module, lr: float, beta2: float, weights: str, seed: int) -> torch.optim.Optimizer:
-    """AdamW is torch's own on fp32 weights. On bf16 weights torch's would stall by rounding, so ours runs it, with fp32 states."""
+def build_optimizer(
+    method: str, model: nn.Module, lr: float, beta2: float, weights: str, seed: int
+) -> torch.optim.Optimizer:
+    """AdamW is torch's own on fp32 weights. On bf16 weights that would stall by rounding: ours, with fp32 states."""
     master = 24 if weights == "bf16+8" else None
     if method == "adamw":
         if weights == "fp32":
@@ -207,7 +209,16 @@ def ensure(text: Text, rows: ResultRows, part: str, method: str, lr: float, seed
     result = run(text, part, method, lr, seed)
     print(f"{part:8} {method:11} lr {lr:.2e} seed {seed}: {result}", flush=True)
     return rows.append(
-        seed=seed, part=part, method=method, width=width, batch=batch, steps=steps, weights=weights, beta2=beta2, lr=lr, **result
+        seed=seed,
+        part=part,
+        method=method,
+        width=width,
+        batch=batch,
+        steps=steps,
+        weights=weights,
+        beta2=beta2,
+        lr=lr,
+        **result,
     )
 
 
@@ -216,18 +227,22 @@ def summary(rows: ResultRows) -> None:
     for part in PARTS:
         means: dict[str, float] = {}
         for method in METHODS:
-            found = [row for row in rows.find(part=part, method=method)]
+            found = rows.find(part=part, method=method)
             rates: dict[str, list[float]] = {}
             for row in found:
                 rates.setdefault(row["lr"], []).append(float(row["validation_loss"]))
             most = max((len(losses) for losses in rates.values()), default=0)
             if most == 0:
                 continue
-            lr, losses = min(((r, x) for r, x in rates.items() if len(x) == most), key=lambda item: statistics.mean(item[1]))
+            lr, losses = min(
+                ((r, x) for r, x in rates.items() if len(x) == most), key=lambda item: statistics.mean(item[1])
+            )
             means[method] = statistics.mean(losses)
             error = statistics.stdev(losses) / most**0.5 if most > 1 else float("nan")
             ratio = means[method] / means.get("adamw", float("nan"))
-            print(f"{part:8} {method:11} lr {lr:>8}  {means[method]:.4f} +- {error:.4f} ({most} seeds)  {ratio:.4f} of AdamW")
+            print(
+                f"{part:8} {method:11} lr {lr:>8}  {means[method]:.4f} +- {error:.4f} ({most} seeds)  {ratio:.4f} of AdamW"
+            )
 
 
 def main() -> None:

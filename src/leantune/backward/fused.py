@@ -65,7 +65,7 @@ class FusedBackward:
         clip: str = "per_tensor",
         max_grad_norm: float | None = None,
     ) -> None:
-        self.optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+        self.optimizers: list[LeanOptimizer] = [optimizer] if isinstance(optimizer, LeanOptimizer) else list(optimizer)
         self.clip = clip
         self.max_grad_norm = _checked_bound(clip, max_grad_norm)
         self.grad_norm: float | None = None
@@ -91,7 +91,9 @@ class FusedBackward:
         """
         self._refuse_second_backward()
         if not bool(torch.isfinite(loss.detach()).all()):
-            raise NonFiniteError(f"the loss is {loss.detach().float().mean().item()}; backward was not run and nothing has been updated.")
+            raise NonFiniteError(
+                f"the loss is {loss.detach().float().mean().item()}; backward was not run and nothing has been updated."
+            )
         if self.clip != "global":
             loss.backward()
             return
@@ -169,10 +171,18 @@ class FusedBackward:
         try:
             return target.optimizer.check_gradient(param, grad, target.group, target.place)
         except NonFiniteError:
-            moved = f"{len(self._moved)} parameter(s) had been updated: {', '.join(self._moved)}" if self._moved else "Nothing had been updated"
+            moved = (
+                f"{len(self._moved)} parameter(s) had been updated: {', '.join(self._moved)}"
+                if self._moved
+                else "Nothing had been updated"
+            )
             raise NonFiniteError(
                 f"the gradient of {target.name} holds NaN or Inf; backward stops here. {moved}. "
-                + ("Go back to the last checkpoint, or use clip='global', which looks at every gradient first." if self._moved else "")
+                + (
+                    "Go back to the last checkpoint, or use clip='global', which looks at every gradient first."
+                    if self._moved
+                    else ""
+                )
             ) from None
 
     def _check_phase(self, name: str) -> None:
@@ -193,7 +203,9 @@ class FusedBackward:
 
     def _refuse_repeat(self, param: Tensor, name: str) -> None:
         if self._phase == "idle" and param in self._squares:
-            raise BackwardError(f"{name} got a second gradient in one backward; reentrant checkpointing does that: set use_reentrant=False.")
+            raise BackwardError(
+                f"{name} got a second gradient in one backward; reentrant checkpointing does that: set use_reentrant=False."
+            )
 
     def _refuse_second_backward(self) -> None:
         if self._moved:
@@ -215,7 +227,9 @@ class FusedBackward:
             )
         group = target.optimizer.param_groups[target.group]["params"]
         if group[target.place] is not param:
-            raise BackwardError(f"{target.name} was replaced in its optimizer after FusedBackward was built; build a new one.")
+            raise BackwardError(
+                f"{target.name} was replaced in its optimizer after FusedBackward was built; build a new one."
+            )
 
     def _reset(self) -> None:
         self._squares.clear()
@@ -232,7 +246,9 @@ def _checked_bound(clip: str, max_grad_norm: float | None) -> float:
     if clip not in CLIP_MODES:
         raise InvalidArgumentError(f"clip is {clip!r}; write one of {', '.join(map(repr, CLIP_MODES))}.")
     if clip == "none" and max_grad_norm is not None:
-        raise InvalidArgumentError("max_grad_norm is set but clip='none' would ignore it. Use clip='global' (exact) or 'per_tensor'.")
+        raise InvalidArgumentError(
+            "max_grad_norm is set but clip='none' would ignore it. Use clip='global' (exact) or 'per_tensor'."
+        )
     if max_grad_norm is not None and not 0 < float(max_grad_norm) < float("inf"):
         raise InvalidArgumentError(f"max_grad_norm is {max_grad_norm}; it must be a finite number above 0.")
     return 1.0 if max_grad_norm is None else float(max_grad_norm)

@@ -30,7 +30,9 @@ def stream_key(seed: int, step: int, position: int) -> int:
     return splitmix64(splitmix64(splitmix64(seed & _MASK64) ^ step) ^ position)
 
 
-def random_bits(key: int, first_row: int, rows: int, first_block: int, blocks: int, size: int, device: torch.device) -> Tensor:
+def random_bits(
+    key: int, first_row: int, rows: int, first_block: int, blocks: int, size: int, device: torch.device
+) -> Tensor:
     """int32 (rows, blocks, size) of uniform bits for the elements of these blocks of these global rows."""
     row = torch.arange(first_row, first_row + rows, dtype=torch.int64, device=device).unsqueeze(1)
     block = torch.arange(first_block, first_block + blocks, dtype=torch.int64, device=device).unsqueeze(0)
@@ -67,10 +69,12 @@ def _shift64(value: Tensor, by: int) -> Tensor:
 
 
 def _mix32_(bits: Tensor) -> Tensor:
-    """An in-place 32-bit finaliser (multipliers: Wellons, lowbias32).
+    """An in-place 32-bit finaliser: every input bit reaches every output bit (constants: Wellons, lowbias32)."""
+    _xor_shift_(bits, 16).mul_(0x7FEB352D)
+    _xor_shift_(bits, 15).mul_(0x846CA68B - (1 << 32))
+    return _xor_shift_(bits, 16)
 
-    Shifts are arithmetic, as int32's are: x ^ (x >> k) is a bijection all the same, and no mask is needed.
-    """
-    bits.bitwise_xor_(bits >> 16).mul_(0x7FEB352D)
-    bits.bitwise_xor_(bits >> 15).mul_(0x846CA68B - (1 << 32))
-    return bits.bitwise_xor_(bits >> 16)
+
+def _xor_shift_(bits: Tensor, by: int) -> Tensor:
+    """x ^ (x >> by) with a logical shift: int32's own would copy the sign down and cancel the highest bit."""
+    return bits.bitwise_xor_(bits.bitwise_right_shift(by).bitwise_and_((1 << (32 - by)) - 1))

@@ -56,9 +56,13 @@ class TernaryState:
     def variance(self, tile: Tile, grid: BlockGrid) -> tuple[Tensor, Tensor]:
         """(v, x): the stored second moment of this tile, and its trits."""
         trits = self._trits("variance_trits", tile, grid)
-        return log_ternary.decode(trits, self._scalars("variance_level", tile), self._scalars("variance_step", tile)), trits
+        return log_ternary.decode(
+            trits, self._scalars("variance_level", tile), self._scalars("variance_step", tile)
+        ), trits
 
-    def write_momentum(self, tile: Tile, grid: BlockGrid, momentum: Tensor, carry: tuple[Tensor, Tensor] | None) -> Tensor:
+    def write_momentum(
+        self, tile: Tile, grid: BlockGrid, momentum: Tensor, carry: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
         """Encode u against the new ``carry``; returns u as it will decode, computed from the stored values."""
         decoded = None if carry is None else _carried(tile, grid, carry)
         for suffix in self._plane_suffixes:
@@ -70,7 +74,9 @@ class TernaryState:
             decoded = part if decoded is None else decoded.add_(part)
         return momentum if decoded is None else decoded
 
-    def write_variance(self, tile: Tile, grid: BlockGrid, values: Tensor, previous_trits: Tensor, uniform: Tensor) -> None:
+    def write_variance(
+        self, tile: Tile, grid: BlockGrid, values: Tensor, previous_trits: Tensor, uniform: Tensor
+    ) -> None:
         """Encode v with stochastic rounding of its trits (``uniform``: fp32 in [0, 1))."""
         step = self._scalars("variance_step", tile)
         trits, level, new_step = log_ternary.encode(values, grid.counts, grid.mask, previous_trits, step, uniform)

@@ -16,7 +16,7 @@ from torch import Tensor
 from leantune.codec.tiles import Tile, matrix_shape, tiles
 from leantune.errors import InvalidArgumentError
 from leantune.optim.base import LeanOptimizer, check_common
-from leantune.optim.report import StateLayout
+from leantune.optim.report import Spec, StateLayout
 from leantune.optim.weights import WeightMatrix
 
 
@@ -72,7 +72,10 @@ class AdaLomo(LeanOptimizer):
         if param.dim() < 2:
             return StateLayout("exact fp32", "vector", {"variance": (tuple(param.shape), torch.float32)})
         rows, cols = matrix_shape(param.shape)
-        factors = {"variance_rows": ((rows,), torch.float32), "variance_columns": ((cols,), torch.float32)}
+        factors: dict[str, Spec] = {
+            "variance_rows": ((rows,), torch.float32),
+            "variance_columns": ((cols,), torch.float32),
+        }
         return StateLayout("factored", "row and column means of the second moment", factors)
 
     def _apply(
@@ -113,10 +116,11 @@ class _Gradient:
         self._scale = scale
 
     def tiles(self) -> Iterator[Tile]:
-        return tiles(*self._matrix.shape, column_unit=128)
+        rows, cols = self._matrix.shape
+        return tiles(rows, cols, column_unit=128)
 
     def tile(self, tile: Tile) -> Tensor:
-        return tile.of(self._matrix).float() * self._scale
+        return tile.of(self._matrix).float().contiguous() * self._scale
 
     def average(self, variance: Tensor, beta: float, eps: float) -> None:
         for tile in self.tiles():

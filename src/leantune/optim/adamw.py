@@ -1,7 +1,7 @@
 """AdamW with exact fp32 states (Loshchilov and Hutter 2019): the rule torch has, walked in tiles and usable inside backward.
 
-    m = beta1 m + (1 - beta1) g;   v = beta2 v + (1 - beta2) g^2
-    w = w (1 - lr weight_decay) - lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
+m = beta1 m + (1 - beta1) g;   v = beta2 v + (1 - beta2) g^2
+w = w (1 - lr weight_decay) - lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
 """
 
 from collections.abc import Iterable
@@ -58,8 +58,10 @@ class AdamW(LeanOptimizer):
 
     def _layout(self, param: Tensor, group: dict[str, Any]) -> StateLayout:
         shape = tuple(param.shape)
-        moments = {name: (shape, torch.float32) for name in ("momentum", "variance")}
-        return StateLayout("exact fp32", "AdamW's moments", moments | master_spec(shape, param.dtype, group["master_bits"]))
+        moments = dict.fromkeys(("momentum", "variance"), (shape, torch.float32))
+        return StateLayout(
+            "exact fp32", "AdamW's moments", moments | master_spec(shape, param.dtype, group["master_bits"])
+        )
 
     def _apply(
         self, param: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any], grad_scale: float, key: int

@@ -69,7 +69,7 @@ class LeanOptimizer(torch.optim.Optimizer):
             self._apply(param.detach(), grad, group, state, grad_scale, key)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient: all of them, or, if any gradient is not finite, none.
 
         Under a FusedBackward the updates have happened inside backward; ``step()`` then closes the step.
@@ -125,7 +125,9 @@ class LeanOptimizer(torch.optim.Optimizer):
         param_group = dict(param_group)
         params = param_group.get("params", [])
         if isinstance(params, set):
-            raise InvalidTypeError("parameters must come in an ordered collection (their order names them); a set is not")
+            raise InvalidTypeError(
+                "parameters must come in an ordered collection (their order names them); a set is not"
+            )
         params = [params] if isinstance(params, Tensor) else list(params)
         param_group["params"] = params
         unknown = set(param_group) - set(self.defaults) - _FREE_GROUP_KEYS
@@ -137,9 +139,21 @@ class LeanOptimizer(torch.optim.Optimizer):
         for place, item in enumerate(params):
             name, param = item if isinstance(item, tuple) else (f"parameter {place}", item)
             _check_parameter(name, param, type(self).__name__)
+        self._check_unique(params)
         self._check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
         self._positions = {}
+
+    def _check_unique(self, params: list[Any]) -> None:
+        seen = {param for group in self.param_groups for param in group["params"]}
+        for place, item in enumerate(params):
+            name, param = item if isinstance(item, tuple) else (f"parameter {place}", item)
+            if param in seen:
+                raise InvalidArgumentError(
+                    f"{name} (shape {tuple(param.shape)}) is given twice; it would be stepped twice. Name each parameter once "
+                    "(model.parameters() already lists tied weights once)."
+                )
+            seen.add(param)
 
     def name_of(self, group_index: int, place: int) -> str:
         """The parameter's name where the optimizer was given named parameters, else its place and shape."""
@@ -255,7 +269,9 @@ class LeanOptimizer(torch.optim.Optimizer):
                     "The file belongs to another model or was converted; nothing has been changed."
                 )
             if value.is_floating_point() and not bool(torch.isfinite(squared_norm(value))):
-                raise StateMismatchError(f"parameter {place}: saved {name} holds NaN or Inf. Go back to an earlier checkpoint.")
+                raise StateMismatchError(
+                    f"parameter {place}: saved {name} holds NaN or Inf. Go back to an earlier checkpoint."
+                )
             loaded[name] = value.detach().clone().to("cpu" if name == "step" else param.device)
         return loaded
 
@@ -266,13 +282,17 @@ def check_common(group: dict[str, Any]) -> None:
     if not 0 <= lr < float("inf"):
         raise InvalidArgumentError(f"lr is {lr}; it must be a finite number of at least 0.")
     if not 0 <= float(group["weight_decay"]) < float("inf"):
-        raise InvalidArgumentError(f"weight_decay is {group['weight_decay']}; it must be a finite number of at least 0.")
+        raise InvalidArgumentError(
+            f"weight_decay is {group['weight_decay']}; it must be a finite number of at least 0."
+        )
     if group["rounding"] not in (None, "stochastic", "nearest"):
         raise InvalidArgumentError(
             f"rounding is {group['rounding']!r}; write 'stochastic', 'nearest', or None (stochastic below 32 bits)."
         )
     if group.get("master_bits") not in (None, 24):
-        raise InvalidArgumentError(f"master_bits is {group['master_bits']!r}; write 24 (bf16 + 8-bit remainder) or None.")
+        raise InvalidArgumentError(
+            f"master_bits is {group['master_bits']!r}; write 24 (bf16 + 8-bit remainder) or None."
+        )
     if not isinstance(group["seed"], int):
         raise InvalidArgumentError(f"seed is {group['seed']!r}; it must be an int.")
 
@@ -283,14 +303,18 @@ def check_betas(group: dict[str, Any]) -> None:
     if len(betas) != 2 or not all(0 <= float(beta) < 1 for beta in betas):
         raise InvalidArgumentError(f"betas is {betas}; it must be two numbers in [0, 1), for example (0.9, 0.999).")
     if not float(group["eps"]) > 0:
-        raise InvalidArgumentError(f"eps is {group['eps']}; it must be above 0: it is all that divides a zero gradient.")
+        raise InvalidArgumentError(
+            f"eps is {group['eps']}; it must be above 0: it is all that divides a zero gradient."
+        )
 
 
 def _check_parameter(name: str, param: Any, optimizer: str) -> None:
     if not isinstance(param, Tensor):
         raise InvalidTypeError(f"{optimizer} trains tensors; {name} is a {type(param).__name__}.")
     if param.layout != torch.strided:
-        raise InvalidTypeError(f"{name} is a sparse tensor ({param.layout}); {optimizer} trains dense ones: call .to_dense().")
+        raise InvalidTypeError(
+            f"{name} is a sparse tensor ({param.layout}); {optimizer} trains dense ones: call .to_dense()."
+        )
     if param.dtype not in _WEIGHT_DTYPES:
         raise InvalidTypeError(
             f"{name} is {param.dtype}; {optimizer} trains float32, bfloat16 and float16 weights. Freeze it "
@@ -305,5 +329,7 @@ def _check_parameter(name: str, param: Any, optimizer: str) -> None:
 
 def _parts(saved: Any, optimizer: str) -> tuple[list[dict[str, Any]], dict[Any, dict[str, Any]]]:
     if not isinstance(saved, dict) or "param_groups" not in saved or "state" not in saved:
-        raise StateMismatchError(f"{optimizer}.load_state_dict takes what state_dict() gives: a dict with 'state' and 'param_groups'.")
+        raise StateMismatchError(
+            f"{optimizer}.load_state_dict takes what state_dict() gives: a dict with 'state' and 'param_groups'."
+        )
     return saved["param_groups"], saved["state"]

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+Spec = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of one state tensor."""
+
 
 @dataclass(frozen=True)
 class StateLayout:
@@ -13,7 +16,7 @@ class StateLayout:
 
     storage: str
     reason: str
-    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    tensors: dict[str, Spec]
 
     @property
     def nbytes(self) -> int:
@@ -76,7 +79,9 @@ class StateReport:
         lines = [f"{self.optimizer}: {self.state_bytes:,} bytes of state for {self.parameters:,} parameters"]
         for kind, number in kinds.most_common():
             per = sizes[kind] / elements[kind] if elements[kind] else 0.0
-            lines.append(f"  {kind[0]:<12} {number:>5} tensors {elements[kind]:>15,} parameters {per:7.3f} B/param  {kind[1]}")
+            lines.append(
+                f"  {kind[0]:<12} {number:>5} tensors {elements[kind]:>15,} parameters {per:7.3f} B/param  {kind[1]}"
+            )
         return "\n".join(lines)
 
 

@@ -125,7 +125,9 @@ class TernaryAdamW(LeanOptimizer):
         if not isinstance(rank, int) or not 0 <= rank <= 64:
             raise InvalidArgumentError(f"carry_rank is {rank!r}; it must be an int from 0 (no carry) to 64.")
         if not isinstance(block, int) or block % 8 or not 16 <= block <= 4096:
-            raise InvalidArgumentError(f"block_size is {block!r}; it must be a multiple of 8 from 16 to 4096 (128 is tested most).")
+            raise InvalidArgumentError(
+                f"block_size is {block!r}; it must be a multiple of 8 from 16 to 4096 (128 is tested most)."
+            )
 
     def _layout(self, param: Tensor, group: dict[str, Any]) -> StateLayout:
         shape = tuple(param.shape)
@@ -133,7 +135,7 @@ class TernaryAdamW(LeanOptimizer):
         rows, cols = matrix_shape(shape)
         reason = _reason_for_exact(shape, cols, group)
         if reason:
-            exact = {name: (shape, torch.float32) for name in ("momentum", "variance")}
+            exact = dict.fromkeys(("momentum", "variance"), (shape, torch.float32))
             return StateLayout("exact fp32", reason, exact | master)
         rank, note = _carry_rank(rows, cols, group)
         specs = tensor_specs(rows, cols, group["block_size"], group["momentum_planes"], rank)
@@ -167,7 +169,8 @@ class _Step:
 
     def exact(self, weight: WeightMatrix, grad: Tensor, momentum: Tensor, variance: Tensor) -> None:
         """fp32 states of the weight's (rows, cols): nothing is dropped, so the step is u."""
-        for tile in tiles(*grad.shape, column_unit=self.block_size):
+        rows, cols = grad.shape
+        for tile in tiles(rows, cols, column_unit=self.block_size):
             g = self._gradient(grad, tile)
             _, u, v = self._rule(g, tile.of(momentum), tile.of(variance).clone())
             tile.of(momentum).copy_(u)
@@ -175,7 +178,7 @@ class _Step:
             self._move(weight, tile, u, None)
 
     def ternary(self, weight: WeightMatrix, grad: Tensor, state: TernaryState) -> None:
-        """Decode a tile, apply the rule, encode it, move the weights; with a carry, one pass before it refreshes the carry."""
+        """Decode a tile, apply the rule, encode it, move the weights; a pass before it refreshes the carry, if any."""
         rows, cols = grad.shape
         grids: dict[int, BlockGrid] = {}
         walk = list(tiles(rows, cols, column_unit=TRITS_PER_BYTE * self.block_size))

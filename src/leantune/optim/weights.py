@@ -13,7 +13,8 @@ _BLOCK = 128
 class WeightMatrix:
     """A parameter seen as its (rows, cols) matrix, with the rounding its group asks for.
 
-    ``remainder``: the int8 (rows, cols) of ``master_bits=24``, else None. ``rounding`` None means stochastic below 32 bits.
+    ``remainder``: the int8 (rows, cols) of ``master_bits=24``, else None.
+    ``rounding``: "nearest", or "stochastic", which None means below 32 bits.
     """
 
     def __init__(self, param: Tensor, rounding: str | None, remainder: Tensor | None, key: int) -> None:
@@ -30,7 +31,7 @@ class WeightMatrix:
         return part.to(torch.float32, copy=True)
 
     def write(self, tile: Tile, values: Tensor, bits: Tensor | None = None) -> None:
-        """Store fp32 ``values`` (overwritten). ``bits``: int32 random bits of the tile, drawn here where None; the high half serves."""
+        """Store fp32 ``values`` (overwritten). ``bits``: int32 random bits of the tile, drawn here where None."""
         part = tile.of(self._matrix)
         noise = self._noise(tile, bits) if self._stochastic else None
         if self._remainder is not None:
@@ -50,7 +51,9 @@ class WeightMatrix:
         return high_half(bits)
 
 
-def master_spec(shape: tuple[int, ...], dtype: torch.dtype, master_bits: int | None) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def master_spec(
+    shape: tuple[int, ...], dtype: torch.dtype, master_bits: int | None
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """The state tensor that ``master_bits=24`` adds to a bfloat16 weight: int8 of (rows, cols), 1 byte a parameter."""
     if master_bits == 24 and dtype is torch.bfloat16:
         return {"weight_remainder": (matrix_shape(shape), torch.int8)}
