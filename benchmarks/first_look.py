@@ -2,7 +2,7 @@
 
     python benchmarks/first_look.py PATH/TO/tinyshakespeare.txt [--only batch24,batch96,wide,formats,long]
 
-About 0.8 M parameters (4 layers, width 128), Tiny Shakespeare (public-domain text, 1.1 MB), context 64, constant lr.
+About 0.8 M parameters (4 layers, width 128), Tiny Shakespeare (public-domain text, 1.1 MB), context 64, 20 steps of warm-up, then a constant lr.
 Methods: torch AdamW, TernaryAdamW without carry, with a carry of rank 4. For each (part, method) the learning rate
 grid is extended until the best is interior, then three seeds run at the best. One row a run in
 results/first_look.csv; a run whose row exists is not repeated. ``--summary`` prints the tables from the rows.
@@ -25,6 +25,7 @@ from leantune.codec.ternary_state import TernaryState
 from leantune.codec.tiles import BlockGrid, Tile
 
 CONTEXT = 64
+WARMUP = 20
 METHODS = ("adamw", "ternary_r0", "ternary_r4")
 GRID = [2.5e-4 * 2**power for power in range(10)]
 START = {"adamw": 2e-3, "ternary_r0": 4e-3, "ternary_r4": 4e-3}
@@ -135,7 +136,9 @@ def run(text: Text, part: str, method: str, lr: float, seed: int) -> dict[str, f
     probe = ExactVariance(model, beta2) if part == "long" and method != "adamw" else None
     generator = torch.Generator().manual_seed(1000 + seed)
     start = time.perf_counter()
-    for _ in range(steps):
+    for number in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = lr * min(1.0, (number + 1) / WARMUP)
         ids, targets = text.batch(batch, generator)
         loss = functional.cross_entropy(model(ids).flatten(0, 1).float(), targets.flatten())
         optimizer.zero_grad()
