@@ -222,7 +222,7 @@ def _checked_divisor(num_items: int | Tensor | None, reduction: str, hidden: Ten
         divisor = num_items.detach().reshape(())
         if _without_data(divisor):
             return divisor.to(hidden.device)
-        num_items = divisor.item()
+        num_items = float(divisor.item())
     if not (math.isfinite(num_items) and num_items > 0):
         raise InvalidArgumentError(
             f"num_items={num_items}: the loss is divided by it. It counts the tokens that are scored in the whole "

@@ -1,0 +1,1 @@
+"""From a config to a trained model: config, data, trainer, checkpoints, summary."""

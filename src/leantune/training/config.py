@@ -1,0 +1,346 @@
+"""What a run is: flat keys under the names people already type, checked as a whole before anything is loaded."""
+
+import dataclasses
+import difflib
+import types
+import typing
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from leantune.errors import ConfigError, InvalidArgumentError
+from leantune.memory.sizes import parse_size
+
+OUR_OPTIMIZERS = ("ternary_adamw", "adamw", "lomo", "adalomo")
+_LEARNING_RATES = {("full", "ternary_adamw"): 5e-5, ("full", "adamw"): 5e-5, ("full", "adalomo"): 5e-4}
+_LORA_RATE = 2e-4
+
+_ALIASES = {
+    "max_seq_length": "max_length",
+    "cutoff_len": "max_length",
+    "sequence_len": "max_length",
+    "micro_batch_size": "per_device_train_batch_size",
+    "sample_packing": "packing",
+    "torch_dtype": "dtype",
+    "model": "model_name_or_path",
+    "base_model": "model_name_or_path",
+    "lr": "learning_rate",
+    "datasets": "dataset",
+    "train_file": "dataset",
+    "validation_file": "eval_dataset",
+}
+_REFUSED = {
+    "warmup_ratio": "write warmup_steps; a value below 1 is a fraction of all steps",
+    "device_map": "one device per process, always: a model split over devices by layers trains at the speed of one",
+    "load_in_4bit": "4-bit bases come with method: qlora, in a later release; use method: lora",
+    "load_in_8bit": "8-bit bases are not in this release; use method: lora",
+    "optim_args": "write the setting itself: betas, adam_epsilon, weight_decay, carry_rank...",
+    "max_steps_per_epoch": "write max_steps",
+}
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The keys of a run that leantune itself reads. ``extra`` holds the other fields of ``trl.SFTConfig`` that were set."""
+
+    model_name_or_path: str = ""
+    dataset: str = ""
+    output_dir: str = "runs/leantune"
+    method: str = "full"
+    """full or lora."""
+    optim: str = "ternary_adamw"
+    """ternary_adamw, adamw, lomo, adalomo, or any name transformers knows (adamw_torch...)."""
+    learning_rate: float | None = None
+    """None: 5e-5 full (AdaLomo 5e-4), 2e-4 LoRA; Lomo must be given one."""
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    carry_rank: int = 4
+    momentum_planes: int = 1
+    block_size: int = 128
+    rounding: str | None = None
+    master_bits: int | None = None
+    fused_backward: bool | None = None
+    """None: on for leantune's optimizers, off for transformers'."""
+    clip: str | None = None
+    """per_tensor, global or none; None: global where max_grad_norm was set, else per_tensor."""
+    max_grad_norm: float | None = None
+    exact_savings: bool = True
+    """The loss without logits."""
+    velora_target_modules: tuple[str, ...] | None = None
+    velora_num_groups: int = 32
+    dtype: str = "bfloat16"
+    """Storage of the weights: bfloat16, float32 or float16."""
+    bf16: bool = False
+    """Autocast, for float32 weights."""
+    lora_r: int = 16
+    lora_alpha: int = 32
+    lora_dropout: float = 0.0
+    lora_target_modules: tuple[str, ...] | str = "all-linear"
+    eval_dataset: str | None = None
+    eval_split: float | None = None
+    """Share of the rows held out when no eval_dataset is given."""
+    max_length: int = 1024
+    packing: bool = False
+    drop_invalid: bool = False
+    """Drop rows that cannot be used, and say which, instead of stopping."""
+    memory_budget: str | None = None
+    """Memory of the device, for example 24GiB: the plan is held against it before training."""
+    per_device_train_batch_size: int = 8
+    gradient_accumulation_steps: int = 1
+    gradient_checkpointing: bool = False
+    num_train_epochs: float = 1.0
+    max_steps: int = -1
+    logging_steps: int = 1
+    save_steps: float = 500
+    save_total_limit: int | None = 2
+    seed: int = 42
+    resume: bool = False
+    extra: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ours(self) -> bool:
+        """Whether the optimizer is one of leantune's."""
+        return self.optim in OUR_OPTIMIZERS
+
+    @property
+    def fused(self) -> bool:
+        """Whether gradients are applied inside backward."""
+        return self.ours if self.fused_backward is None else self.fused_backward
+
+    @property
+    def clip_mode(self) -> str:
+        """The clipping of a fused run; the header names it."""
+        return self.clip or ("per_tensor" if self.max_grad_norm is None else "global")
+
+    @property
+    def rate(self) -> float:
+        """The learning rate, the default for method and optimizer where none was set."""
+        if self.learning_rate is not None:
+            return self.learning_rate
+        return _LORA_RATE if self.method == "lora" else _LEARNING_RATES.get((self.method, self.optim), 5e-5)
+
+    def to_yaml(self) -> str:
+        """The resolved config as YAML that :func:`load_config` reads back to an equal one."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("extra", "notes")}
+        values = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+        return yaml.safe_dump({**values, **self.extra}, sort_keys=False)
+
+
+def load_config(path: str | Path | None = None, flags: typing.Sequence[str] = ()) -> TrainConfig:
+    """Read a YAML file and flags (``--key value``, ``--key=value``, ``--key``); flags win.
+
+    Raises ConfigError listing every problem found: unknown keys with the nearest known one, wrong types, combinations that
+    cannot work.
+    """
+    problems: list[str] = []
+    notes: list[str] = []
+    values = _canonical(_from_file(path), problems, notes) | _canonical(_from_flags(flags, problems), problems, notes)
+    return build_config(values, problems, notes)
+
+
+def build_config(
+    values: dict[str, Any], problems: list[str] | None = None, notes: list[str] | None = None
+) -> TrainConfig:
+    """A checked TrainConfig from plain keys and values; raises ConfigError with every problem."""
+    problems = [] if problems is None else problems
+    notes = [] if notes is None else notes
+    own = {f.name: f for f in dataclasses.fields(TrainConfig) if f.name not in ("extra", "notes")}
+    hints = typing.get_type_hints(TrainConfig)
+    kept: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
+    for key, value in values.items():
+        if key in own:
+            converted, problem = _convert(key, value, hints[key])
+            kept[key] = converted
+            problems += [problem] if problem else []
+        else:
+            extra[key] = value
+    if kept.get("optim") == "taco":
+        kept["optim"] = "ternary_adamw"
+        notes.append(
+            "optim: taco means the ternary states (ternary_adamw); the published one-sparse TACO is another optimizer."
+        )
+    config = TrainConfig(**kept, extra=extra, notes=tuple(notes)) if not problems else None
+    if config is not None:
+        problems += _combinations(config)
+    if problems:
+        raise ConfigError("\n".join(f"- {problem}" for problem in problems))
+    if config is None:
+        raise ConfigError("no configuration")
+    return config
+
+
+def _from_file(path: str | Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(
+            f"- there is no config file {path}. Give its path, or --model_name_or_path and --dataset as flags."
+        )
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"- {path} is not YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"- {path} holds a {type(values).__name__}; a config is lines of `key: value`.")
+    return values
+
+
+def _from_flags(flags: typing.Sequence[str], problems: list[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    items = list(flags)
+    while items:
+        item = items.pop(0)
+        if not item.startswith("--"):
+            problems.append(f"{item!r} is no flag: write --key value")
+            continue
+        key, equals, text = item[2:].partition("=")
+        if not equals:
+            text = items.pop(0) if items and not items[0].startswith("--") else "true"
+        try:
+            values[key] = yaml.safe_load(text)
+        except yaml.YAMLError:
+            values[key] = text
+    return values
+
+
+def _canonical(values: dict[str, Any], problems: list[str], notes: list[str]) -> dict[str, Any]:
+    """Keys with underscores and without aliases; unknown ones become problems."""
+    known = {f.name for f in dataclasses.fields(TrainConfig)} - {"extra", "notes"}
+    out: dict[str, Any] = {}
+    for raw, value in values.items():
+        key = str(raw).replace("-", "_")
+        if key in _REFUSED:
+            problems.append(f"{key}: {_REFUSED[key]}")
+            continue
+        if key in _ALIASES:
+            notes.append(f"{key} is read as {_ALIASES[key]}")
+            key = _ALIASES[key]
+        if key not in known and key not in _passed_through():
+            close = difflib.get_close_matches(key, [*known, *_passed_through(), *_ALIASES], n=1)
+            problems.append(
+                f"unknown key {key!r}" + (f"; did you mean {_ALIASES.get(close[0], close[0])!r}?" if close else "")
+            )
+            continue
+        out[key] = value
+    return out
+
+
+@lru_cache(maxsize=1)
+def _passed_through() -> frozenset[str]:
+    """Fields of trl.SFTConfig that a config may set as they are; those leantune decides itself are left out."""
+    from trl import SFTConfig
+
+    decided = {"optim", "optim_args", "fp16", "loss_type", "use_liger_kernel", "model_init_kwargs", "deepspeed", "fsdp"}
+    return frozenset(f.name for f in dataclasses.fields(SFTConfig) if f.init) - decided
+
+
+def _convert(key: str, value: Any, hint: Any) -> tuple[Any, str]:
+    """The value as the field's type, or why it cannot be."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if value is None:
+        return (None, "") if type(None) in options else (None, f"{key} is empty; it needs a value")
+    for option in options:
+        base = typing.get_origin(option) or option
+        if base is tuple and isinstance(value, list | tuple):
+            element = typing.get_args(option)[0]
+            return tuple(element(item) for item in value), ""
+        if base is tuple and isinstance(value, str) and str not in options:
+            return tuple(part.strip() for part in value.split(",")), ""
+        if base is bool and isinstance(value, bool):
+            return value, ""
+        if base is float and isinstance(value, int | float | str) and not isinstance(value, bool):
+            try:
+                return float(value), ""
+            except ValueError:
+                continue
+        if base is int and isinstance(value, int) and not isinstance(value, bool):
+            return value, ""
+        if base is str and not isinstance(value, dict | list):
+            return str(value), ""
+    wanted = " or ".join(getattr(option, "__name__", str(option)) for option in options if option is not type(None))
+    return None, f"{key} is {value!r}; it takes {wanted}"
+
+
+def _combinations(c: TrainConfig) -> list[str]:
+    """What is wrong with a config whose single values are of the right type."""
+    found = _wrong_values(c)
+    if c.fused and not c.ours:
+        found.append(
+            f"fused_backward is on, but transformers' {c.optim} needs all gradients at once; use one of {', '.join(OUR_OPTIMIZERS)}"
+        )
+    if c.fused and c.gradient_accumulation_steps > 1:
+        found.append(
+            f"gradient_accumulation_steps is {c.gradient_accumulation_steps} with fused_backward, which frees each gradient before the next "
+            "micro-batch. Raise per_device_train_batch_size instead (the loss without logits makes room), or set fused_backward: false"
+        )
+    if c.fused and c.max_grad_norm is not None and c.clip == "none":
+        found.append("max_grad_norm is set, but clip: none would ignore it; write clip: global (exact) or per_tensor")
+    if not c.fused and c.clip is not None:
+        found.append(
+            "clip is for fused_backward; with an ordinary backward set max_grad_norm (the global norm is clipped)"
+        )
+    if c.optim == "lomo" and c.learning_rate is None:
+        found.append(
+            "optim: lomo has no learning rate that suits; give one (its paper: 3e-2 to 5e-2 with clip: global)"
+        )
+    if c.velora_target_modules and c.method != "full":
+        found.append("velora_target_modules is for method: full in this release")
+    if c.velora_target_modules and c.gradient_checkpointing:
+        found.append(
+            "VeLoRA saves nothing inside checkpointed blocks; drop velora_target_modules or gradient_checkpointing"
+        )
+    if c.bf16 and c.dtype != "float32":
+        found.append(f"bf16 is autocast for float32 weights; dtype is {c.dtype}: leave bf16 out")
+    if c.eval_dataset and c.eval_split:
+        found.append("eval_dataset and eval_split are both set; keep one")
+    if c.memory_budget is not None:
+        try:
+            parse_size(c.memory_budget)
+        except InvalidArgumentError as error:
+            found.append(f"memory_budget: {error}")
+    return found
+
+
+def _wrong_values(c: TrainConfig) -> list[str]:
+    found = [f"{key} is missing" for key in ("model_name_or_path", "dataset") if not getattr(c, key)]
+    if c.method in ("qlora", "auto"):
+        found.append(f"method: {c.method} is not in this release; write full, or lora")
+    elif c.method not in ("full", "lora"):
+        found.append(f"method is {c.method!r}; write full or lora")
+    if not c.ours:
+        from transformers.training_args import OptimizerNames
+
+        names = {name.value for name in OptimizerNames}
+        if c.optim not in names:
+            close = difflib.get_close_matches(c.optim, [*OUR_OPTIMIZERS, *names], n=1)
+            found.append(f"optim {c.optim!r} is unknown" + (f"; did you mean {close[0]!r}?" if close else ""))
+    if c.dtype not in ("bfloat16", "float32", "float16"):
+        found.append(f"dtype is {c.dtype!r}; write bfloat16, float32 or float16")
+    if c.clip not in (None, "per_tensor", "global", "none"):
+        found.append(f"clip is {c.clip!r}; write per_tensor, global or none")
+    if len(c.betas) != 2:
+        found.append(f"betas is {c.betas}; it takes two numbers")
+    for key in (
+        "max_length",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "velora_num_groups",
+        "lora_r",
+    ):
+        if getattr(c, key) < 1:
+            found.append(f"{key} is {getattr(c, key)}; it must be at least 1")
+    if c.eval_split is not None and not 0 < c.eval_split < 1:
+        found.append(f"eval_split is {c.eval_split}; it is a share between 0 and 1")
+    if c.learning_rate is not None and not c.learning_rate >= 0:
+        found.append(f"learning_rate is {c.learning_rate}; it must be at least 0")
+    if c.max_grad_norm is not None and not c.max_grad_norm > 0:
+        found.append(
+            f"max_grad_norm is {c.max_grad_norm}; it must be above 0 (leave it out, or clip: none, for no clipping)"
+        )
+    return found
