@@ -47,9 +47,9 @@ class WholeHeadGradient:
 class TiledCrossEntropy(torch.autograd.Function):
     """The sum of the losses of all tokens that count, wide.
 
-    Arguments, all checked before: hidden (rows, H); weight (V, H); bias (V,) or None; labels int64 (tokens,), in [0, V);
-    index int64 (tokens,), their rows of hidden, or None for all; scale and softcap of the logits; the dtype operands are
-    rounded to; bytes of a tile. Kept: the tensors given and tokens logs of sums. Nothing kept is ever changed.
+    Arguments, all checked before: hidden (rows, H); weight (V, H); bias (V,) or None; labels int64 (tokens,), all in
+    [0, V); index int64 (tokens,), their rows of hidden, or None for all; scale and softcap of the logits; the dtype
+    operands are rounded to; bytes of a tile. Kept: the tensors given and one logsumexp a token. Nothing kept is changed.
     """
 
     @staticmethod

@@ -102,13 +102,14 @@ class LeanTrainer(SFTTrainer):
         """Mean loss over all trained tokens of the held-out rows; None where there are none."""
         if self.eval_dataset is None:
             return None
-        training = self.model.training
-        self.model.eval()
+        model: Any = self.model
+        training = model.training
+        model.eval()
         total, count = 0.0, 0
         for inputs in self.get_eval_dataloader():
-            loss, tokens = self._summed_loss(self.model, self._prepare_inputs(inputs))
+            loss, tokens = self._summed_loss(model, self._prepare_inputs(inputs))
             total, count = total + loss.item(), count + int(tokens)
-        self.model.train(training)
+        model.train(training)
         return total / count
 
     def prediction_step(
@@ -122,8 +123,8 @@ class LeanTrainer(SFTTrainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Written into a folder aside, then renamed: a checkpoint that carries the name is whole."""
-        final = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-        aside = Path(self.args.output_dir) / ".saving"
+        final = self._folder / f"checkpoint-{self.state.global_step}"
+        aside = self._folder / ".saving"
         shutil.rmtree(aside, ignore_errors=True)
         self._aside = aside
         try:
@@ -144,17 +145,21 @@ class LeanTrainer(SFTTrainer):
 
     _aside: Path | None = None
 
+    @property
+    def _folder(self) -> Path:
+        return Path(str(self.args.output_dir))
+
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._aside) if self._aside is not None else super()._get_output_dir(trial)
 
     def _drop_old_checkpoints(self) -> None:
         limit = self.lean.save_total_limit
-        kept = checkpoints(self.args.output_dir)
+        kept = checkpoints(self._folder)
         for path in kept[: max(0, len(kept) - limit)] if limit else []:
             shutil.rmtree(path)
 
     def _last_good(self) -> str:
-        found = checkpoints(self.args.output_dir)
+        found = checkpoints(self._folder)
         return f"The last good checkpoint is {found[-1]}." if found else "There is no checkpoint yet."
 
 

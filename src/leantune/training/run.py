@@ -1,0 +1,266 @@
+"""``train``: the whole of a run, top to bottom."""
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
+from trl import SFTConfig
+
+from leantune.activations.velora.apply import VeloraHandle, apply_velora
+from leantune.activations.velora.report import VeloraReport
+from leantune.errors import ConfigError
+from leantune.memory import MemoryTimeline, MemoryTracker, Plan, parse_size, plan_run
+from leantune.memory.plots import plot_memory
+from leantune.training.config import TrainConfig
+from leantune.training.data import PreparedData, load_data
+from leantune.training.log import RunLog
+from leantune.training.optimizers import build_optimizer
+from leantune.training.summary import header, summary
+from leantune.training.trainer import VELORA_FILE, LeanTrainer, checkpoints
+
+
+@dataclass
+class TrainResult:
+    """What a run gives back. Losses in nats a token, ``memory_by_part`` and ``peak_bytes`` in bytes of one measured step."""
+
+    model: Any
+    tokenizer: Any
+    output_dir: Path
+    held_out_before: float | None
+    held_out_after: float | None
+    tokens_per_second: float
+    peak_bytes: int
+    memory_by_part: dict[str, int]
+    plan: Plan | None
+    velora: VeloraReport | None
+    log: list[dict[str, Any]] = field(default_factory=list)
+
+
+def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult:
+    """Fine-tune the model a config names; writes the model, log.jsonl, plots and reports into ``output_dir``.
+
+    Raises ConfigError before the model is loaded where config or data cannot work, and where ``memory_budget`` is exceeded by the
+    plan; NonFiniteError where the loss leaves the numbers.
+    """
+    console = console or Console()
+    output = Path(config.output_dir)
+    resume_from = _checkpoint_to_resume(config, output)
+    set_seed(config.seed)
+    tokenizer = _tokenizer(config)
+    data = load_data(config, tokenizer)
+    model = _model(config)
+    velora = _velora(config, model)
+    trainer = _trainer(config, model, tokenizer, data, velora)
+    plan = _plan(config, trainer, data)
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "leantune_config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    if plan is not None:
+        plan.save(output)
+    header(console, config, trainer, data, plan)
+    _hold_against_budget(config, plan)
+    log = RunLog(output, append=resume_from is not None)
+    probe = _MemoryProbe(trainer)
+    for callback in (log, probe):
+        trainer.add_callback(callback)
+    if resume_from is not None and velora is not None:
+        velora.load(resume_from / VELORA_FILE)
+    before = trainer.held_out_loss()
+    start = time.perf_counter()
+    trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
+    seconds = time.perf_counter() - start - probe.seconds
+    after = trainer.held_out_loss()
+    trainer.save_model(str(output))
+    tokenizer.save_pretrained(str(output))
+    timeline = probe.timeline
+    if timeline is not None:
+        (output / "memory_profile.json").write_text(json.dumps(timeline.at_peak(), indent=2) + "\n", encoding="utf-8")
+        plot_memory(timeline, output / "memory.png", plan_total=plan.total if plan else None)
+    log.plot(output / "loss.png", before, after)
+    tokens = trainer.tokens_seen - probe.tokens
+    result = TrainResult(
+        model=trainer.accelerator.unwrap_model(trainer.model),
+        tokenizer=tokenizer,
+        output_dir=output,
+        held_out_before=before,
+        held_out_after=after,
+        tokens_per_second=tokens / seconds if tokens and seconds > 0 else 0.0,
+        peak_bytes=timeline.peak_bytes if timeline else 0,
+        memory_by_part=dict(timeline.at_peak()) if timeline else {},
+        plan=plan,
+        velora=velora.report() if velora else None,
+        log=log.rows,
+    )
+    summary(console, config, result)
+    if trainer.fused is not None:
+        trainer.fused.remove()
+    return result
+
+
+def _checkpoint_to_resume(config: TrainConfig, output: Path) -> Path | None:
+    found = checkpoints(output)
+    if config.resume:
+        if not found:
+            raise ConfigError(f"- resume: there is no whole checkpoint in {output}; leave resume out to start")
+        return found[-1]
+    if found:
+        raise ConfigError(
+            f"- output_dir {output} holds checkpoints of an earlier run ({found[-1].name}); write resume: true to go on from it, or "
+            "another output_dir"
+        )
+    return None
+
+
+def _tokenizer(config: TrainConfig) -> Any:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.model_name_or_path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"- model_name_or_path {config.model_name_or_path!r}: {str(error).splitlines()[0]}"
+        ) from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _model(config: TrainConfig) -> Any:
+    try:
+        model = AutoModelForCausalLM.from_pretrained(config.model_name_or_path, dtype=getattr(torch, config.dtype))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"- model_name_or_path {config.model_name_or_path!r}: {str(error).splitlines()[0]}"
+        ) from error
+    if config.method == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        targets = config.lora_target_modules
+        lora = LoraConfig(
+            r=config.lora_r,
+            lora_alpha=config.lora_alpha,
+            lora_dropout=config.lora_dropout,
+            target_modules=targets if isinstance(targets, str) else list(targets),
+            task_type="CAUSAL_LM",
+        )
+        try:
+            return get_peft_model(model, lora)
+        except ValueError as error:
+            raise ConfigError(f"- lora_target_modules: {error}") from error
+    return model
+
+
+def _velora(config: TrainConfig, model: Any) -> VeloraHandle | None:
+    if not config.velora_target_modules:
+        return None
+    return apply_velora(model, list(config.velora_target_modules), config.velora_num_groups)
+
+
+def _trainer(
+    config: TrainConfig, model: Any, tokenizer: Any, data: PreparedData, velora: VeloraHandle | None
+) -> LeanTrainer:
+    arguments = {
+        "output_dir": config.output_dir,
+        "learning_rate": config.rate,
+        "weight_decay": config.weight_decay,
+        "adam_beta1": config.betas[0],
+        "adam_beta2": config.betas[1],
+        # transformers clips before step(); under fused backward gradients are gone by then and the hooks clip.
+        "max_grad_norm": 0.0 if config.fused else (config.max_grad_norm if config.max_grad_norm is not None else 1.0),
+        "bf16": config.bf16,
+        "fp16": False,
+        "max_length": config.max_length,
+        "packing": config.packing,
+        "per_device_train_batch_size": config.per_device_train_batch_size,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "gradient_checkpointing": config.gradient_checkpointing,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        "num_train_epochs": config.num_train_epochs,
+        "max_steps": config.max_steps,
+        "logging_steps": config.logging_steps,
+        "logging_nan_inf_filter": False,
+        "save_steps": config.save_steps,
+        "save_total_limit": None,
+        "seed": config.seed,
+        "use_cpu": not torch.cuda.is_available(),
+        "dataloader_pin_memory": torch.cuda.is_available(),
+        "report_to": "none",
+        "eval_packing": False,
+        "remove_unused_columns": True,
+    }
+    if not config.ours:
+        arguments["optim"] = config.optim
+    try:
+        args = SFTConfig(**{**arguments, **config.extra})
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"- {error}") from error
+    optimizer = build_optimizer(config, model) if config.ours else None
+    return LeanTrainer(
+        config,
+        velora,
+        model=model,
+        args=args,
+        train_dataset=data.train,
+        eval_dataset=data.held_out,
+        processing_class=tokenizer,
+        optimizers=(optimizer, None),
+    )
+
+
+def _plan(config: TrainConfig, trainer: LeanTrainer, data: PreparedData) -> Plan | None:
+    """The plan for the largest batch of the run. Transformers' own optimizers allocate where no plan can look: none then."""
+    optimizer: Any = trainer.optimizer
+    if optimizer is None:
+        optimizer = trainer.create_optimizer()
+    length = config.max_length if config.packing else data.longest
+    return plan_run(
+        trainer.model,  # type: ignore[arg-type]
+        getattr(optimizer, "optimizer", optimizer),
+        batch_size=config.per_device_train_batch_size,
+        length=length,
+        fused=config.fused,
+        clip=config.clip_mode if config.fused else "none",  # type: ignore[arg-type]
+        loss="exact" if config.exact_savings else "full_logits",
+        micro_batches=config.gradient_accumulation_steps,
+        autocast=torch.bfloat16 if config.bf16 else None,
+    )
+
+
+def _hold_against_budget(config: TrainConfig, plan: Plan | None) -> None:
+    if config.memory_budget is None or plan is None:
+        return
+    budget = parse_size(config.memory_budget)
+    if plan.total > budget:
+        raise ConfigError(
+            f"- memory_budget is {config.memory_budget}, and the plan needs {plan.total / 2**30:.2f} GiB at {plan.where}. "
+            "Lower per_device_train_batch_size or max_length, turn on gradient_checkpointing, or choose method: lora."
+        )
+
+
+class _MemoryProbe(TrainerCallback):
+    """Runs one early step under the memory tracker: the second, when states exist (the first where it is the only one)."""
+
+    def __init__(self, trainer: LeanTrainer) -> None:
+        self._trainer = trainer
+        self._tracker: MemoryTracker | None = None
+        self.timeline: MemoryTimeline | None = None
+        self.seconds = 0.0
+        self.tokens = 0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Start before the second step."""
+        if self.timeline is None and state.global_step == min(1, state.max_steps - 1):
+            optimizer: Any = self._trainer.optimizer
+            self._start, self._tokens = time.perf_counter(), self._trainer.tokens_seen
+            self._tracker = MemoryTracker(self._trainer.model, getattr(optimizer, "optimizer", optimizer)).start()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Stop after it."""
+        if self._tracker is not None:
+            self._tracker.stop()
+            self.timeline = self._tracker.timeline()
+            self._tracker = None
+            self.seconds = time.perf_counter() - self._start
+            self.tokens = self._trainer.tokens_seen - self._tokens
