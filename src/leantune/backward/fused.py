@@ -6,7 +6,7 @@ exact factor. Both go through ``LeanOptimizer.update``, the path that an ordinar
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,12 +60,12 @@ class FusedBackward:
 
     def __init__(
         self,
-        optimizer: LeanOptimizer | Sequence[LeanOptimizer],
+        optimizer: LeanOptimizer | list[LeanOptimizer] | tuple[LeanOptimizer, ...],
         model: nn.Module | None = None,
         clip: str = "per_tensor",
         max_grad_norm: float | None = None,
     ) -> None:
-        self.optimizers: list[LeanOptimizer] = [optimizer] if isinstance(optimizer, LeanOptimizer) else list(optimizer)
+        self.optimizers: list[LeanOptimizer] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         self.clip = clip
         self.max_grad_norm = _checked_bound(clip, max_grad_norm)
         self.grad_norm: float | None = None

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from leantune.memory.tracker import MemoryTracker, tensors_in
 
-TRIAL_ELEMENTS = 1 << 18
-"""Elements of the smaller of two stand-ins for a large parameter: four of the tiles in which our rules walk."""
+TRIAL_ELEMENTS = 1 << 19
+"""Elements of the smaller of two stand-ins for a large parameter: eight of the tiles in which our rules walk."""
 
 STEP_COUNT_BYTES = 8
 """A parameter's step count, an int64 on the host, which ``report()`` leaves out; beside a GPU it is not counted."""
@@ -107,7 +107,7 @@ class _Trial:
         if not callable(check) or not parameter.ndim:
             return 0
         row = max(1, parameter.numel() // max(1, parameter.shape[0]))
-        rows = min(parameter.shape[0], max(1, 8 * TRIAL_ELEMENTS // row))
+        rows = min(parameter.shape[0], max(1, 4 * TRIAL_ELEMENTS // row))
         gradient = torch.zeros((rows, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
         with MemoryTracker() as tracker:
             check(parameter, gradient, 0, 0)

@@ -1,0 +1,303 @@
+"""FusedBackward equals the ordinary step, holds one gradient at a time, and refuses what would go wrong in silence."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import leantune as lt
+from leantune.backward.clip import clip_factor, combined_norm
+from leantune.errors import BackwardError, InvalidArgumentError, InvalidTypeError, NonFiniteError
+from leantune.optim.gradient import squared_norm
+
+RULES = {
+    "ternary": lambda p: lt.TernaryAdamW(p, lr=1e-3),
+    "ternary_two_planes": lambda p: lt.TernaryAdamW(p, lr=1e-3, momentum_planes=2),
+    "ternary_exact": lambda p: lt.TernaryAdamW(p, lr=1e-3, states="exact"),
+    "adamw": lambda p: lt.AdamW(p, lr=1e-3, weight_decay=0.1),
+    "lomo": lambda p: lt.Lomo(p, lr=0.1, weight_decay=0.1),
+    "adalomo": lambda p: lt.AdaLomo(p, lr=1e-2),
+}
+
+
+class Model(nn.Module):
+    """Embedding, two checkpointable blocks, a head that may be tied."""
+
+    def __init__(self, tied: bool = False, checkpointed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(50, 64)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 64)) for _ in range(2))
+        self.head = nn.Linear(64, 50, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.checkpointed = checkpointed
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + (checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x))
+        return self.head(x)
+
+
+def loss_of(model: nn.Module, number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(number)
+    ids, targets = torch.randint(0, 50, (2, 4, 9), generator=generator)
+    return functional.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
+
+
+def ordinary_step(model: nn.Module, optimizer: torch.optim.Optimizer, clip: str, bound: float, number: int) -> float:
+    optimizer.zero_grad()
+    loss_of(model, number).backward()
+    params = [p for p in model.parameters() if p.grad is not None]
+    norm = combined_norm(squared_norm(p.grad) for p in params)
+    for param in params:
+        if clip == "global":
+            param.grad.mul_(clip_factor(norm, bound))
+        elif clip == "per_tensor":
+            param.grad.mul_(clip_factor(squared_norm(param.grad).sqrt().item(), bound))
+    optimizer.step()
+    return norm
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("clip", ["per_tensor", "global", "none"])
+@pytest.mark.parametrize("kind", ["plain", "tied", "frozen", "checkpointed"])
+def test_g1_g5_g6_g10_fused_equals_the_ordinary_step_bit_for_bit(rule: str, clip: str, kind: str) -> None:
+    ends, bound = [], 0.3
+    for fuse in (False, True):
+        model = Model(tied=kind == "tied", checkpointed=kind == "checkpointed")
+        if kind == "frozen":
+            model.blocks[0].requires_grad_(False)
+        optimizer = RULES[rule]([pair for pair in model.named_parameters() if pair[1].requires_grad])
+        fused = lt.FusedBackward(optimizer, model, clip, None if clip == "none" else bound) if fuse else None
+        norms = []
+        for number in range(20):
+            if fused is None:
+                norms.append(ordinary_step(model, optimizer, clip, bound, number))
+            else:
+                fused.backward(loss_of(model, number))
+                optimizer.step()
+                norms.append(fused.grad_norm)
+        ends.append((torch.cat([p.detach().flatten() for p in model.parameters()]), norms))
+    assert torch.equal(ends[0][0], ends[1][0])
+    assert ends[0][1] == pytest.approx(ends[1][1], rel=1e-6)
+
+
+def test_global_clipping_is_torchs() -> None:
+    model, other = Model(), Model()
+    optimizer, reference = lt.Lomo(model.parameters(), lr=0.5), torch.optim.SGD(other.parameters(), lr=0.5)
+    fused = lt.FusedBackward(optimizer, model, "global", 0.2)
+    for number in range(5):
+        fused.backward(loss_of(model, number))
+        optimizer.step()
+        reference.zero_grad()
+        loss_of(other, number).backward()
+        norm = torch.nn.utils.clip_grad_norm_(other.parameters(), 0.2)
+        reference.step()
+        assert fused.grad_norm == pytest.approx(norm.item(), rel=1e-6)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("clip", ["per_tensor", "global"])
+def test_one_gradient_lives_at_a_time(clip: str) -> None:
+    model = Model()
+    optimizer = lt.TernaryAdamW(model.parameters())
+    alive = []
+    fused = lt.FusedBackward(optimizer, model, clip)
+    update = optimizer.update
+
+    def watching(param, grad, *rest):
+        alive.append(sum(p.grad is not None for p in model.parameters()))
+        return update(param, grad, *rest)
+
+    optimizer.update = watching
+    fused.backward(loss_of(model, 0))
+    optimizer.step()
+    assert alive == [1] * len(list(model.parameters()))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_g3_schedulers_see_the_same_rates() -> None:
+    ends = []
+    for fuse in (False, True):
+        model = Model()
+        optimizer = lt.AdamW(model.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        if fuse:
+            lt.FusedBackward(optimizer, model, "none")
+        for number in range(5):
+            optimizer.zero_grad()
+            loss_of(model, number).backward()
+            optimizer.step()
+            scheduler.step()
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*ends)
+
+
+def test_g9_weight_decay_and_g11_state_survive_under_fused_backward() -> None:
+    model = Model()
+    optimizer = lt.AdaLomo(model.named_parameters(), lr=1e-3, weight_decay=0.1)
+    fused = lt.FusedBackward(optimizer, model)
+    for number in range(3):
+        fused.backward(loss_of(model, number))
+        optimizer.step()
+    saved, twin = copy.deepcopy(optimizer.state_dict()), Model()
+    twin.load_state_dict(model.state_dict())
+    resumed = lt.AdaLomo(twin.named_parameters(), lr=1.0)
+    resumed.load_state_dict(saved)
+    again = lt.FusedBackward(resumed, twin)
+    for one, handle, steps in ((model, fused, optimizer), (twin, again, resumed)):
+        handle.backward(loss_of(one, 3))
+        steps.step()
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_g12_each_gradient_is_handled_once_and_touches_no_other() -> None:
+    """Work a backward grows with the parameters, not with their square: one update, one norm each."""
+    counts = []
+    for layers in (10, 40):
+        model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(layers)))
+        optimizer = lt.Lomo(model.parameters(), lr=0.1)
+        fused = lt.FusedBackward(optimizer, model)
+        calls = []
+        check = optimizer.check_gradient
+        optimizer.check_gradient = lambda *a, check=check, calls=calls: calls.append(1) or check(*a)
+        fused.backward(model(torch.ones(1, 4)).sum())
+        optimizer.step()
+        counts.append(len(calls))
+    assert counts == [10, 40]
+
+
+def test_plain_backward_with_global_clipping_is_refused_before_anything_moves() -> None:
+    model = Model()
+    optimizer = lt.Lomo(model.parameters(), lr=0.1)
+    fused = lt.FusedBackward(optimizer, model, "global")
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(BackwardError, match=r"fused\.backward"):
+        loss_of(model, 0).backward()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with pytest.raises(BackwardError, match="stopped"):
+        optimizer.step()
+    fused.backward(loss_of(model, 0))
+    optimizer.step()
+
+
+def test_g2_a_second_backward_before_step_is_refused() -> None:
+    model = Model()
+    optimizer = lt.Lomo(model.parameters(), lr=0.1)
+    fused = lt.FusedBackward(optimizer, model)
+    loss_of(model, 0).backward()
+    with pytest.raises(BackwardError, match="accumulation"):
+        loss_of(model, 1).backward()
+    with pytest.raises(BackwardError):
+        fused.backward(loss_of(model, 1))
+
+
+def test_g6_reentrant_checkpointing_is_refused() -> None:
+    layer, tail = nn.Linear(8, 8), nn.Linear(8, 8)
+    model = nn.ModuleList([layer, tail])
+    optimizer = lt.Lomo(model.parameters(), lr=0.1)
+    lt.FusedBackward(optimizer, model)
+    x = torch.ones(2, 8, requires_grad=True)
+    with pytest.raises(BackwardError, match="use_reentrant=False"):
+        tail(checkpoint(layer, x, use_reentrant=True)).sum().backward()
+
+
+def test_g7_lost_hooks_and_steps_without_backward_are_noticed() -> None:
+    model = Model()
+    optimizer = lt.Lomo(model.parameters(), lr=0.1)
+    lt.FusedBackward(optimizer, model)
+    with pytest.raises(BackwardError, match="no gradient"):
+        optimizer.step()
+    model.head.weight.grad = torch.ones_like(model.head.weight)
+    with pytest.raises(BackwardError, match=r"head\.weight"):
+        optimizer.step()
+
+
+def test_o19_a_non_finite_loss_moves_nothing_and_a_gradient_names_what_moved() -> None:
+    model = Model()
+    optimizer = lt.Lomo(model.parameters(), lr=0.1)
+    fused = lt.FusedBackward(optimizer, model)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(NonFiniteError, match="nothing has been updated"):
+        fused.backward(loss_of(model, 0) * float("nan"))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    handle = model.blocks[0].register_full_backward_hook(lambda m, gi, go: (gi[0] * float("inf"),))
+    with pytest.raises(NonFiniteError, match=r"embed\.weight.*head\.weight"):
+        fused.backward(loss_of(model, 0))
+    handle.remove()
+    with pytest.raises(BackwardError):
+        optimizer.step()
+
+
+def test_o19_two_pass_is_whole_or_not_at_all() -> None:
+    model = Model()
+    optimizer = lt.TernaryAdamW(model.parameters())
+    fused = lt.FusedBackward(optimizer, model, "global")
+    before = copy.deepcopy(model.state_dict())
+    model.blocks[0].register_full_backward_hook(lambda m, gi, go: (gi[0] * float("inf"),))
+    with pytest.raises(NonFiniteError, match="Nothing"):
+        fused.backward(loss_of(model, 0))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not optimizer.state
+
+
+def test_several_optimizers_in_one_backward_and_overlap_refused() -> None:
+    model = Model()
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    first, second = lt.AdamW(vectors, lr=1e-3), lt.Lomo(matrices, lr=0.1)
+    fused = lt.FusedBackward([first, second], model)
+    for number in range(2):
+        fused.backward(loss_of(model, number))
+        first.step()
+        second.step()
+        assert fused.grad_norm > 0
+    fused.remove()
+    with pytest.raises(InvalidArgumentError, match="two of the optimizers"):
+        lt.FusedBackward([first, lt.Lomo(vectors + matrices, lr=0.1)])
+
+
+def test_remove_restores_the_ordinary_step() -> None:
+    model = Model()
+    optimizer = lt.Lomo(model.parameters(), lr=0.1)
+    lt.FusedBackward(optimizer, model).remove()
+    loss_of(model, 0).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    optimizer.step()
+    lt.FusedBackward(optimizer, model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"clip": "value"}, InvalidArgumentError),
+        ({"clip": "none", "max_grad_norm": 1.0}, InvalidArgumentError),
+        ({"max_grad_norm": -1.0}, InvalidArgumentError),
+        ({"optimizer": "torch"}, InvalidTypeError),
+        ({"optimizer": "partial"}, InvalidArgumentError),
+    ],
+)
+def test_g1_what_cannot_be_honoured_is_refused(arguments: dict, error: type[Exception]) -> None:
+    model = Model()
+    kind = arguments.pop("optimizer", None)
+    optimizer = lt.Lomo(model.blocks.parameters() if kind == "partial" else model.parameters(), lr=0.1)
+    if kind == "torch":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(error):
+        lt.FusedBackward(optimizer, model, **arguments)
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_a_closure_under_fused_backward_is_refused() -> None:
+    model = Model()
+    optimizer = lt.Lomo(model.parameters(), lr=0.1)
+    lt.FusedBackward(optimizer, model)
+    with pytest.raises(BackwardError, match="closure"):
+        optimizer.step(lambda: 0.0)
