@@ -26,12 +26,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from half_linear import use_fp32_products
 from rows import ResultRows
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import leantune as lt
+from leantune.kernels.half_linear import use_fp32_products
 from leantune.memory.parts import LABELS, PARTS
 from leantune.memory.plan import Plan, plan_run
 from leantune.memory.process import (

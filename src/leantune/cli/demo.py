@@ -39,7 +39,7 @@ class Size:
 
 
 def demo(
-    tiny: bool = typer.Option(False, help="A random 2-layer model, under 30 s: checks that everything runs."),
+    tiny: bool = typer.Option(False, "--tiny", help="A random 2-layer model, under 30 s: checks that everything runs."),
     output_dir: Path = typer.Option(Path("runs/demo"), help="Where both runs and the summary are written."),
     max_steps: int = typer.Option(0, help="Training steps of each side; 0: 30 (tiny: 4)."),
     side: str = typer.Option("", hidden=True),
@@ -132,7 +132,7 @@ def _answers_of(model_path: str, rows: list[dict[str, Any]]) -> list[str]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     return _answers(model, AutoTokenizer.from_pretrained(model_path), rows)
 
 

@@ -217,13 +217,12 @@ def exact_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
     Labels are shifted inside: position i is scored against token i + 1; -100 is ignored.
     """
-    from leantune.activations.loss import linear_cross_entropy
+    from leantune.activations.loss import linear_cross_entropy, shift_labels
 
     decoder, head = decoder_and_head(model)
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     hidden = decoder(**inputs, use_cache=False).last_hidden_state
-    labels = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
-    return linear_cross_entropy(hidden, head.weight, labels, bias=getattr(head, "bias", None))
+    return linear_cross_entropy(hidden, head.weight, shift_labels(batch["labels"]), bias=getattr(head, "bias", None))
 
 
 def decoder_and_head(model: nn.Module) -> tuple[nn.Module, nn.Linear]:

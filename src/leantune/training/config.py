@@ -1,11 +1,8 @@
 """What a run is: flat keys under the names people already type, checked as a whole before anything is loaded."""
 
 import dataclasses
-import difflib
-import types
 import typing
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,32 +10,23 @@ import yaml
 
 from leantune.errors import ConfigError, InvalidArgumentError
 from leantune.memory.sizes import parse_size
+from leantune.training.config_keys import ALIASES, FOREIGN_OPTIMIZER_KEYS, REFUSED, convert, passed_through, suggestion
 
 OUR_OPTIMIZERS = ("ternary_adamw", "adamw", "lomo", "adalomo")
 _LEARNING_RATES = {("full", "ternary_adamw"): 5e-5, ("full", "adamw"): 5e-5, ("full", "adalomo"): 5e-4}
 _LORA_RATE = 2e-4
 
-_ALIASES = {
-    "max_seq_length": "max_length",
-    "cutoff_len": "max_length",
-    "sequence_len": "max_length",
-    "micro_batch_size": "per_device_train_batch_size",
-    "sample_packing": "packing",
-    "torch_dtype": "dtype",
-    "model": "model_name_or_path",
-    "base_model": "model_name_or_path",
-    "lr": "learning_rate",
-    "datasets": "dataset",
-    "train_file": "dataset",
-    "validation_file": "eval_dataset",
-}
-_REFUSED = {
-    "warmup_ratio": "write warmup_steps; a value below 1 is a fraction of all steps",
-    "device_map": "one device per process, always: a model split over devices by layers trains at the speed of one",
-    "load_in_4bit": "4-bit bases come with method: qlora, in a later release; use method: lora",
-    "load_in_8bit": "8-bit bases are not in this release; use method: lora",
-    "optim_args": "write the setting itself: betas, adam_epsilon, weight_decay, carry_rank...",
-    "max_steps_per_epoch": "write max_steps",
+_MOMENTS = ("betas", "adam_epsilon")  # transformers' own optimizers read these where they can
+
+# Settings only some optimizers read: set for another, they would be ignored.
+_ONLY_FOR = {
+    "betas": ("ternary_adamw", "adamw"),
+    "adam_epsilon": ("ternary_adamw", "adamw"),
+    "carry_rank": ("ternary_adamw",),
+    "momentum_planes": ("ternary_adamw",),
+    "block_size": ("ternary_adamw",),
+    "master_bits": ("ternary_adamw", "adamw"),
+    "rounding": OUR_OPTIMIZERS,
 }
 
 
@@ -57,6 +45,7 @@ class TrainConfig:
     """None: 5e-5 full (AdaLomo 5e-4), 2e-4 LoRA; Lomo must be given one."""
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
+    adam_epsilon: float = 1e-8
     carry_rank: int = 4
     momentum_planes: int = 1
     block_size: int = 128
@@ -99,7 +88,8 @@ class TrainConfig:
     seed: int = 42
     resume: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    """What was understood in another way than written; the header shows it."""
 
     @property
     def ours(self) -> bool:
@@ -124,8 +114,9 @@ class TrainConfig:
         return _LORA_RATE if self.method == "lora" else _LEARNING_RATES.get((self.method, self.optim), 5e-5)
 
     def to_yaml(self) -> str:
-        """The resolved config as YAML that :func:`load_config` reads back to an equal one."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("extra", "notes")}
+        """The resolved config as YAML that :func:`load_config` reads back to an equal one (``resume`` is not part of it)."""
+        left_out = ("extra", "notes", "resume")
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in left_out}
         values = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
         return yaml.safe_dump({**values, **self.extra}, sort_keys=False)
 
@@ -148,30 +139,50 @@ def build_config(
     """A checked TrainConfig from plain keys and values; raises ConfigError with every problem."""
     problems = [] if problems is None else problems
     notes = [] if notes is None else notes
-    own = {f.name: f for f in dataclasses.fields(TrainConfig) if f.name not in ("extra", "notes")}
+    values = dict(values)
+    _moments(values, notes)
     hints = typing.get_type_hints(TrainConfig)
+    own = {f.name for f in dataclasses.fields(TrainConfig)} - {"extra", "notes"}
     kept: dict[str, Any] = {}
     extra: dict[str, Any] = {}
     for key, value in values.items():
-        if key in own:
-            converted, problem = _convert(key, value, hints[key])
-            kept[key] = converted
-            problems += [problem] if problem else []
+        if key not in own and key not in passed_through():
+            problems.append(f"unknown key {key!r}{suggestion(key, [*own, *passed_through()])}")
+            continue
+        hint, choices = (hints[key], None) if key in own else passed_through()[key]
+        converted, problem = convert(key, value, hint, choices)
+        if problem:
+            problems.append(problem)
         else:
-            extra[key] = value
+            (kept if key in own else extra)[key] = converted
     if kept.get("optim") == "taco":
         kept["optim"] = "ternary_adamw"
         notes.append(
-            "optim: taco means the ternary states (ternary_adamw); the published one-sparse TACO is another optimizer."
+            "optim: taco means the ternary states (ternary_adamw); the published one-sparse TACO is another optimizer, "
+            "not in this release"
         )
-    config = TrainConfig(**kept, extra=extra, notes=tuple(notes)) if not problems else None
-    if config is not None:
-        problems += _combinations(config)
+    # A value that could not be read counts as not set here, so that the other problems are told too.
+    config = TrainConfig(**kept, extra=extra, notes=tuple(notes))
+    problems += [problem for problem in _combinations(config) if not _told(problem, problems)]
     if problems:
         raise ConfigError("\n".join(f"- {problem}" for problem in problems))
-    if config is None:
-        raise ConfigError("no configuration")
     return config
+
+
+def _moments(values: dict[str, Any], notes: list[str]) -> None:
+    """transformers' adam_beta1 and adam_beta2 become ``betas``, which every optimizer here reads."""
+    if "adam_beta1" in values or "adam_beta2" in values:
+        first, second = TrainConfig.betas
+        pair = [values.pop("adam_beta1", first), values.pop("adam_beta2", second)]
+        if "betas" not in values:
+            values["betas"] = pair
+            notes.append(f"adam_beta1 and adam_beta2 are read as betas: {pair}")
+
+
+def _told(problem: str, problems: list[str]) -> bool:
+    """Whether a key that could not be read is why ``problem`` says that it is missing."""
+    key, _, rest = problem.partition(" ")
+    return rest == "is missing" and any(known.startswith(f"{key} ") for known in problems)
 
 
 def _from_file(path: str | Path | None) -> dict[str, Any]:
@@ -210,66 +221,26 @@ def _from_flags(flags: typing.Sequence[str], problems: list[str]) -> dict[str, A
 
 
 def _canonical(values: dict[str, Any], problems: list[str], notes: list[str]) -> dict[str, Any]:
-    """Keys with underscores and without aliases; unknown ones become problems."""
-    known = {f.name for f in dataclasses.fields(TrainConfig)} - {"extra", "notes"}
+    """Keys with underscores and without aliases; a key given twice, under two names, is a problem."""
     out: dict[str, Any] = {}
     for raw, value in values.items():
         key = str(raw).replace("-", "_")
-        if key in _REFUSED:
-            problems.append(f"{key}: {_REFUSED[key]}")
+        name = ALIASES.get(key, key)
+        if key in REFUSED and key not in FOREIGN_OPTIMIZER_KEYS:
+            problems.append(f"{key}: {REFUSED[key]}")
             continue
-        if key in _ALIASES:
-            notes.append(f"{key} is read as {_ALIASES[key]}")
-            key = _ALIASES[key]
-        if key not in known and key not in _passed_through():
-            close = difflib.get_close_matches(key, [*known, *_passed_through(), *_ALIASES], n=1)
-            problems.append(
-                f"unknown key {key!r}" + (f"; did you mean {_ALIASES.get(close[0], close[0])!r}?" if close else "")
-            )
+        if name in out:
+            problems.append(f"{key} sets {name} a second time; keep one of them")
             continue
-        out[key] = value
+        if name != key:
+            notes.append(f"{key} is read as {name}")
+        out[name] = value
     return out
-
-
-@lru_cache(maxsize=1)
-def _passed_through() -> frozenset[str]:
-    """Fields of trl.SFTConfig that a config may set as they are; those leantune decides itself are left out."""
-    from trl import SFTConfig
-
-    decided = {"optim", "optim_args", "fp16", "loss_type", "use_liger_kernel", "model_init_kwargs", "deepspeed", "fsdp"}
-    return frozenset(f.name for f in dataclasses.fields(SFTConfig) if f.init) - decided
-
-
-def _convert(key: str, value: Any, hint: Any) -> tuple[Any, str]:
-    """The value as the field's type, or why it cannot be."""
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if value is None:
-        return (None, "") if type(None) in options else (None, f"{key} is empty; it needs a value")
-    for option in options:
-        base = typing.get_origin(option) or option
-        if base is tuple and isinstance(value, list | tuple):
-            element = typing.get_args(option)[0]
-            return tuple(element(item) for item in value), ""
-        if base is tuple and isinstance(value, str) and str not in options:
-            return tuple(part.strip() for part in value.split(",")), ""
-        if base is bool and isinstance(value, bool):
-            return value, ""
-        if base is float and isinstance(value, int | float | str) and not isinstance(value, bool):
-            try:
-                return float(value), ""
-            except ValueError:
-                continue
-        if base is int and isinstance(value, int) and not isinstance(value, bool):
-            return value, ""
-        if base is str and not isinstance(value, dict | list):
-            return str(value), ""
-    wanted = " or ".join(getattr(option, "__name__", str(option)) for option in options if option is not type(None))
-    return None, f"{key} is {value!r}; it takes {wanted}"
 
 
 def _combinations(c: TrainConfig) -> list[str]:
     """What is wrong with a config whose single values are of the right type."""
-    found = _wrong_values(c)
+    found = _wrong_values(c) + _ignored(c) + _wrong_extra(c)
     if c.fused and not c.ours:
         found.append(
             f"fused_backward is on, but transformers' {c.optim} needs all gradients at once; use one of {', '.join(OUR_OPTIMIZERS)}"
@@ -281,9 +252,15 @@ def _combinations(c: TrainConfig) -> list[str]:
         )
     if c.fused and c.max_grad_norm is not None and c.clip == "none":
         found.append("max_grad_norm is set, but clip: none would ignore it; write clip: global (exact) or per_tensor")
-    if not c.fused and c.clip is not None:
+    if not c.fused and c.clip == "per_tensor":
+        found.append("clip: per_tensor is for fused_backward; with an ordinary backward write clip: global, or none")
+    if not c.fused and c.clip == "none" and c.max_grad_norm is not None:
+        found.append("max_grad_norm is set, but clip: none would ignore it; write clip: global")
+    reentrant = (c.extra.get("gradient_checkpointing_kwargs") or {}).get("use_reentrant")
+    if c.fused and reentrant:
         found.append(
-            "clip is for fused_backward; with an ordinary backward set max_grad_norm (the global norm is clipped)"
+            "use_reentrant checkpointing runs backwards inside backward, which would update weights in pieces under "
+            "fused_backward; leave use_reentrant out"
         )
     if c.optim == "lomo" and c.learning_rate is None:
         found.append(
@@ -307,6 +284,37 @@ def _combinations(c: TrainConfig) -> list[str]:
     return found
 
 
+def _ignored(c: TrainConfig) -> list[str]:
+    """Settings that the chosen optimizer, or method, would not read (traps O16, G9)."""
+    defaults = TrainConfig()
+    found = [
+        f"{key} is set, but optim: {c.optim} does not read it ({', '.join(optimizers)} would); leave it out"
+        for key, optimizers in _ONLY_FOR.items()
+        if c.optim not in optimizers and (c.ours or key not in _MOMENTS) and getattr(c, key) != getattr(defaults, key)
+    ]
+    if c.ours:
+        found += [f"{key}: {REFUSED[key]}" for key in sorted(FOREIGN_OPTIMIZER_KEYS & set(c.extra))]
+    if c.method != "lora":
+        keys = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
+        found += [
+            f"{key} is set, but method is {c.method}; write method: lora, or leave it out"
+            for key in keys
+            if getattr(c, key) != getattr(defaults, key)
+        ]
+    if c.velora_num_groups != defaults.velora_num_groups and not c.velora_target_modules:
+        found.append("velora_num_groups is set without velora_target_modules; name the layers (down_proj)")
+    return found
+
+
+def _wrong_extra(c: TrainConfig) -> list[str]:
+    found = []
+    if c.extra.get("packing_strategy") == "wrapped":
+        found.append("packing_strategy: wrapped lets rows attend to one another; write bfd or bfd_split")
+    if c.extra.get("eval_strategy", "no") != "no" and not (c.eval_dataset or c.eval_split):
+        found.append("eval_strategy is set, but there are no held-out rows; write eval_split: 0.05, or eval_dataset")
+    return found
+
+
 def _wrong_values(c: TrainConfig) -> list[str]:
     found = [f"{key} is missing" for key in ("model_name_or_path", "dataset") if not getattr(c, key)]
     if c.method in ("qlora", "auto"):
@@ -318,8 +326,7 @@ def _wrong_values(c: TrainConfig) -> list[str]:
 
         names = {name.value for name in OptimizerNames}
         if c.optim not in names:
-            close = difflib.get_close_matches(c.optim, [*OUR_OPTIMIZERS, *names], n=1)
-            found.append(f"optim {c.optim!r} is unknown" + (f"; did you mean {close[0]!r}?" if close else ""))
+            found.append(f"optim {c.optim!r} is unknown{suggestion(c.optim, [*OUR_OPTIMIZERS, *names])}")
     if c.dtype not in ("bfloat16", "float32", "float16"):
         found.append(f"dtype is {c.dtype!r}; write bfloat16, float32 or float16")
     if c.clip not in (None, "per_tensor", "global", "none"):

@@ -1,6 +1,7 @@
 """log.jsonl: one JSON object a logged step, flushed as it comes; loss.png is drawn from it."""
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -18,19 +19,23 @@ class RunLog(TrainerCallback):
         self.path = folder / "log.jsonl"
         self.rows: list[dict[str, Any]] = []
         if append and self.path.exists():
-            self.rows = [
-                json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines() if line.strip()
-            ]
+            self.rows = _read_rows(self.path)
         self._start = time.time()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **rest: Any) -> None:
-        """One row. Rows of steps that a resumed run repeats are replaced."""
+        """One row, appended."""
         row = {"step": state.global_step, **(logs or {}), "resident_bytes": process_peak().current}
         row["seconds"] = round(time.time() - self._start, 3)
-        self.rows = [old for old in self.rows if old["step"] < row["step"] or ("loss" in old) != ("loss" in row)]
         self.rows.append(row)
-        text = "".join(json.dumps(old) + "\n" for old in self.rows)
-        self.path.write_text(text, encoding="utf-8")
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Start the file: empty, or with the rows up to the step a resumed run goes on from."""
+        self.rows = [row for row in self.rows if row["step"] <= state.global_step]
+        aside = self.path.with_suffix(".tmp")
+        aside.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
+        os.replace(aside, self.path)
 
     def plot(self, path: Path, before: float | None, after: float | None) -> None:
         """loss.png: training loss by step, held-out loss before and after."""
@@ -40,3 +45,14 @@ class RunLog(TrainerCallback):
             return
         held_out = [(place, loss) for place, loss in ((0.0, before), (steps[-1], after)) if loss is not None]
         plot_loss(steps, losses, path, heldout=held_out)
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of an earlier run; a last line that a kill cut short is left out."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows

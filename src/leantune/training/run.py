@@ -1,6 +1,7 @@
 """``train``: the whole of a run, top to bottom."""
 
 import json
+import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,20 +9,34 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback, set_seed
 from trl import SFTConfig
 
 from leantune.activations.velora.apply import VeloraHandle, apply_velora
 from leantune.activations.velora.report import VeloraReport
-from leantune.errors import ConfigError
+from leantune.errors import ConfigError, InvalidArgumentError
+from leantune.kernels.half_linear import use_fp32_products
 from leantune.memory import MemoryTimeline, MemoryTracker, Plan, parse_size, plan_run
 from leantune.memory.plots import plot_memory
 from leantune.training.config import TrainConfig
 from leantune.training.data import PreparedData, load_data
 from leantune.training.log import RunLog
 from leantune.training.optimizers import build_optimizer
-from leantune.training.summary import header, summary
-from leantune.training.trainer import VELORA_FILE, LeanTrainer, checkpoints
+from leantune.training.progress import ProgressBar
+from leantune.training.summary import header, summary, write_summary
+from leantune.training.trainer import VELORA_FILE, LeanTrainer, base_model, check_exact_loss, checkpoints
+
+_NOT_HERE = {
+    "label_smoothing_factor": "the loss without logits has no label smoothing",
+    "activation_offloading": "activations stay on the device in this release",
+    "load_best_model_at_end": "the last model is the result; every checkpoint is kept up to save_total_limit",
+    "router_aux_loss_coef": "losses of a router are not added in this release",
+    "completion_only_loss": "what is trained on follows from the data's shape: completions, assistant turns, or all of a text",
+    "assistant_only_loss": "chat data trains on assistant turns always",
+    "push_to_hub": "upload output_dir yourself after training",
+    "auto_find_batch_size": "leantune plan and the header say what a batch size needs before training",
+}
+"""Settings of trl.SFTConfig that this trainer would ignore."""
 
 
 @dataclass
@@ -49,12 +64,20 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     """
     console = console or Console()
     output = Path(config.output_dir)
+    _refuse_what_would_be_ignored(config)
     resume_from = _checkpoint_to_resume(config, output)
     set_seed(config.seed)
     tokenizer = _tokenizer(config)
     data = load_data(config, tokenizer)
     model = _model(config)
+    if config.exact_savings:
+        check_exact_loss(model)
     velora = _velora(config, model)
+    if not torch.cuda.is_available():
+        # Without AVX-512 a CPU multiplies bfloat16 in loops, a hundred times slower than in fp32.
+        use_fp32_products(model)
+        if velora is not None:
+            velora.use_fp32_products()
     trainer = _trainer(config, model, tokenizer, data, velora)
     plan = _plan(config, trainer, data)
     output.mkdir(parents=True, exist_ok=True)
@@ -64,21 +87,28 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     header(console, config, trainer, data, plan)
     _hold_against_budget(config, plan)
     log = RunLog(output, append=resume_from is not None)
-    probe = _MemoryProbe(trainer)
-    for callback in (log, probe):
+    probe, bar = _MemoryProbe(trainer), ProgressBar(console)
+    trainer.remove_callback(PrinterCallback)
+    for callback in (log, probe, bar):
         trainer.add_callback(callback)
     if resume_from is not None and velora is not None:
         velora.load(resume_from / VELORA_FILE)
     before = trainer.held_out_loss()
     start = time.perf_counter()
-    trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
+    try:
+        trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
+    finally:
+        probe.stop()
+        bar.stop()
+        if trainer.fused is not None:
+            trainer.fused.remove()
     seconds = time.perf_counter() - start - probe.seconds
     after = trainer.held_out_loss()
     trainer.save_model(str(output))
     tokenizer.save_pretrained(str(output))
     timeline = probe.timeline
     if timeline is not None:
-        (output / "memory_profile.json").write_text(json.dumps(timeline.at_peak(), indent=2) + "\n", encoding="utf-8")
+        (output / "memory_profile.json").write_text(json.dumps(timeline.to_json()) + "\n", encoding="utf-8")
         plot_memory(timeline, output / "memory.png", plan_total=plan.total if plan else None)
     log.plot(output / "loss.png", before, after)
     tokens = trainer.tokens_seen - probe.tokens
@@ -95,10 +125,20 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
         velora=velora.report() if velora else None,
         log=log.rows,
     )
+    write_summary(config, result)
     summary(console, config, result)
-    if trainer.fused is not None:
-        trainer.fused.remove()
     return result
+
+
+def _refuse_what_would_be_ignored(config: TrainConfig) -> None:
+    ignored = [f"- {key}: {reason}; leave it out" for key, reason in _NOT_HERE.items() if config.extra.get(key)]
+    if ignored:
+        raise ConfigError("\n".join(ignored))
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            f"- this was launched as {os.environ['WORLD_SIZE']} processes, and this release trains in one: gradients would not be "
+            "reduced over them and the copies would drift apart. Start it with plain `leantune train`"
+        )
 
 
 def _checkpoint_to_resume(config: TrainConfig, output: Path) -> Path | None:
@@ -174,6 +214,10 @@ def _trainer(
         "max_length": config.max_length,
         "packing": config.packing,
         "per_device_train_batch_size": config.per_device_train_batch_size,
+        "per_device_eval_batch_size": config.per_device_train_batch_size,
+        "prediction_loss_only": True,
+        "disable_tqdm": True,
+        "data_seed": config.seed,
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "gradient_checkpointing": config.gradient_checkpointing,
         "gradient_checkpointing_kwargs": {"use_reentrant": False},
@@ -215,17 +259,25 @@ def _plan(config: TrainConfig, trainer: LeanTrainer, data: PreparedData) -> Plan
     if optimizer is None:
         optimizer = trainer.create_optimizer()
     length = config.max_length if config.packing else data.longest
-    return plan_run(
-        trainer.model,  # type: ignore[arg-type]
-        getattr(optimizer, "optimizer", optimizer),
-        batch_size=config.per_device_train_batch_size,
-        length=length,
-        fused=config.fused,
-        clip=config.clip_mode if config.fused else "none",  # type: ignore[arg-type]
-        loss="exact" if config.exact_savings else "full_logits",
-        micro_batches=config.gradient_accumulation_steps,
-        autocast=torch.bfloat16 if config.bf16 else None,
-    )
+    try:
+        return plan_run(
+            base_model(trainer.model),
+            getattr(optimizer, "optimizer", optimizer),
+            batch_size=config.per_device_train_batch_size,
+            length=length,
+            fused=config.fused,
+            clip=config.clip_mode if config.fused else "none",  # type: ignore[arg-type]
+            loss="exact" if config.exact_savings else "full_logits",
+            micro_batches=config.gradient_accumulation_steps,
+            autocast=torch.bfloat16 if config.bf16 else None,
+        )
+    except InvalidArgumentError as error:
+        if config.memory_budget is not None:
+            raise ConfigError(
+                f"- memory_budget: this model cannot be planned, so no budget can be held: {error}"
+            ) from error
+        data.notes.append(f"no memory plan: {error}")
+        return None
 
 
 def _hold_against_budget(config: TrainConfig, plan: Plan | None) -> None:
@@ -264,3 +316,9 @@ class _MemoryProbe(TrainerCallback):
             self._tracker = None
             self.seconds = time.perf_counter() - self._start
             self.tokens = self._trainer.tokens_seen - self._tokens
+
+    def stop(self) -> None:
+        """End a measurement that an error cut short; the tracker must not outlive the run."""
+        if self._tracker is not None:
+            self._tracker.stop()
+            self._tracker = None

@@ -24,7 +24,7 @@ ACCEPTED = """accepted shapes, a row each:
   sharegpt:    {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]}
                {"conversations": [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hi."}]}
   text:        {"text": "Any document; every token is trained on."}
-               {"text": "Another document."}"""  # noqa: E501
+               {"text": "Another document."}"""
 
 Row = dict[str, Any]
 

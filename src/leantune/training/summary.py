@@ -1,5 +1,7 @@
 """What a run says before and after: the header and the summary."""
 
+import json
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -28,9 +30,8 @@ def header(
     table.add_row(
         "model", f"{config.model_name_or_path}: {trained:,} of {total:,} parameters trained ({config.method})"
     )
-    compute = "bfloat16 autocast" if config.bf16 else config.dtype
-    gradients = "applied and freed inside backward" if config.fused else "kept until the step"
-    table.add_row("dtypes", f"weights {config.dtype}, compute {compute}, gradients as the weights ({gradients})")
+    for name, value in dtypes(config, model, optimizer).items():
+        table.add_row(name, value)
     table.add_row(
         "optimizer", f"{config.optim}, lr {config.rate:g}, weight decay {config.weight_decay:g} (matrices only)"
     )
@@ -57,6 +58,58 @@ def header(
         console.print(str(optimizer.report()), highlight=False)
     if plan is not None:
         console.print(plan.table(), highlight=False)
+
+
+def dtypes(config: TrainConfig, model: Any, optimizer: Any) -> dict[str, str]:
+    """Dtypes of weights, compute, gradients and optimizer states, as they are and not as they were asked for."""
+    weights: Counter[str] = Counter()
+    trained: Counter[str] = Counter()
+    for param in model.parameters():
+        name = str(param.dtype).removeprefix("torch.")
+        weights[name] += param.numel()
+        trained[name] += param.numel() if param.requires_grad else 0
+    trained = +trained
+    kept = "applied and freed inside backward" if config.fused else "kept until the step"
+    if isinstance(optimizer, LeanOptimizer):
+        storages = Counter(row.storage for row in optimizer.report().rows)
+        states = ", ".join(f"{storage} ({count} tensors)" for storage, count in storages.most_common())
+    else:
+        states = f"as {config.optim} keeps them: the dtype of the weight, for torch's"
+    return {
+        "weights": ", ".join(f"{name} ({count:,})" for name, count in weights.most_common()),
+        "compute": "bfloat16 autocast" if config.bf16 else " and ".join(weights),
+        "gradients": f"{', '.join(trained)}, {kept}",
+        "states": states,
+    }
+
+
+def write_summary(config: TrainConfig, result: "TrainResult") -> None:
+    """summary.json and summary.md in the output folder: the figures that `summary` prints. Sizes in bytes."""
+    figures = {
+        "model": config.model_name_or_path,
+        "method": config.method,
+        "optim": config.optim,
+        "fused_backward": config.fused,
+        "clip": config.clip_mode
+        if config.fused
+        else "global"
+        if config.max_grad_norm is None
+        else config.max_grad_norm,
+        "steps": max((row["step"] for row in result.log), default=0),
+        "held_out_before": result.held_out_before,
+        "held_out_after": result.held_out_after,
+        "tokens_per_second": result.tokens_per_second,
+        "peak_bytes": result.peak_bytes,
+        "planned_peak_bytes": result.plan.total if result.plan else None,
+        "memory_by_part_at_peak": result.memory_by_part,
+        "velora_saved_bytes": result.velora.saved_bytes if result.velora else None,
+    }
+    (result.output_dir / "summary.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    lines = ["# leantune run", "", "| | |", "|---|---|"]
+    lines += [f"| {key.replace('_', ' ')} | {value} |" for key, value in figures.items() if not isinstance(value, dict)]
+    lines += ["", "Memory of one measured step, at its peak:", "", "| part | bytes |", "|---|---:|"]
+    lines += [f"| {LABELS.get(part, part)} | {size:,} |" for part, size in result.memory_by_part.items() if size]
+    (result.output_dir / "summary.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def summary(console: Console, config: TrainConfig, result: "TrainResult") -> None:

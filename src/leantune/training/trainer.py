@@ -1,5 +1,6 @@
 """LeanTrainer: TRL's SFT trainer with the loss without logits, fused backward, and checkpoints that are whole or absent."""
 
+import math
 import os
 import shutil
 from pathlib import Path
@@ -12,7 +13,7 @@ from trl import SFTTrainer
 from leantune.activations.loss import linear_cross_entropy, shift_labels
 from leantune.activations.velora.apply import VeloraHandle
 from leantune.backward.fused import FusedBackward
-from leantune.errors import ConfigError, NonFiniteError
+from leantune.errors import BackwardError, ConfigError, NonFiniteError
 from leantune.training.config import TrainConfig
 
 VELORA_FILE = "velora.safetensors"
@@ -29,6 +30,9 @@ class LeanTrainer(SFTTrainer):
         self.fused: FusedBackward | None = None
         self.model_accepts_loss_kwargs = True  # compute_loss divides by the tokens of the whole step
         self.tokens_seen = 0
+        self._reached: set[str] | None = (
+            None  # names of parameters that got a gradient; None once that has been checked
+        )
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
@@ -36,7 +40,8 @@ class LeanTrainer(SFTTrainer):
         """Forward, the check of the loss, backward (fused or ordinary)."""
         model.train()
         inputs = self._prepare_inputs(inputs)
-        self.tokens_seen += inputs["input_ids"].numel()
+        mask = inputs.get("attention_mask")
+        self.tokens_seen += int(inputs["input_ids"].numel() if mask is None else mask.sum())
         with self.compute_loss_context_manager():
             loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         if not bool(torch.isfinite(loss.detach())):
@@ -45,11 +50,56 @@ class LeanTrainer(SFTTrainer):
                 f"before backward, nothing was updated in this step. {self._last_good()} Lower the learning rate, or look at the "
                 "rows of this batch."
             )
+        hooks = self._watch_gradients()
         if self.lean.fused:
             self._fused_backward().backward(loss)
         else:
             self.accelerator.backward(loss)
+        for hook in hooks:
+            hook.remove()
         return loss.detach()
+
+    def _watch_gradients(self) -> list[Any]:
+        """Hooks for the first step of a run that note which parameters got a gradient; none later."""
+        if self.first_step_done:
+            return []
+        self._reached = reached = self._reached or set()
+
+        def note(name: str) -> Any:
+            return lambda gradient: reached.add(name)
+
+        model: Any = self.model
+        return [param.register_hook(note(name)) for name, param in model.named_parameters() if param.requires_grad]
+
+    first_step_done = False
+
+    def _check_reached(self) -> None:
+        """After the first step's backward: a trainable parameter without a gradient would silently stay as it is."""
+        if self.first_step_done:
+            return
+        self.first_step_done = True
+        reached, self._reached = self._reached or set(), None
+        model: Any = self.model
+        missed = [n for n, param in model.named_parameters() if param.requires_grad and n not in reached]
+        if missed:
+            raise BackwardError(
+                f"{len(missed)} trainable parameter(s) got no gradient in the first step ({', '.join(missed[:3])}"
+                f"{', ...' if len(missed) > 3 else ''}): they would never be trained. Freeze them (requires_grad_(False)) if "
+                "that is meant; otherwise look for a detach(), an unused module, or checkpointing below frozen embeddings."
+            )
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """The true norm before clipping; a norm that is not finite stops the run before any optimizer steps."""
+        self._check_reached()
+        if self.fused is not None:
+            return None  # log() adds it: it is complete when step() has closed the step
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if norm is not None and self.accelerator.scaler is None and not math.isfinite(float(norm)):
+            raise NonFiniteError(
+                f"the gradient norm is {float(norm)} at step {self.state.global_step + 1}; training stops before the optimizer, "
+                f"nothing was updated in this step. {self._last_good()} Lower the learning rate, or look at the rows of this batch."
+            )
+        return norm
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -64,8 +114,7 @@ class LeanTrainer(SFTTrainer):
         labels = shift_labels(inputs["labels"])
         fed = {key: value for key, value in inputs.items() if key not in _UNUSED}
         if self.lean.exact_savings:
-            inner = self.accelerator.unwrap_model(model)
-            inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+            inner = base_model(self.accelerator.unwrap_model(model))
             head = inner.get_output_embeddings()
             hidden = inner.get_decoder()(**fed, use_cache=False).last_hidden_state
             scale, softcap = logit_settings(inner)
@@ -99,18 +148,39 @@ class LeanTrainer(SFTTrainer):
 
     @torch.no_grad()
     def held_out_loss(self) -> float | None:
-        """Mean loss over all trained tokens of the held-out rows; None where there are none."""
+        """Mean loss over all trained tokens of the held-out rows; None where there are none.
+
+        Random numbers are left as they were: a run that evaluates trains as one that does not.
+        """
         if self.eval_dataset is None:
             return None
         model: Any = self.model
-        training = model.training
+        training, random_state = model.training, torch.get_rng_state()
         model.eval()
         total, count = 0.0, 0
-        for inputs in self.get_eval_dataloader():
-            loss, tokens = self._summed_loss(model, self._prepare_inputs(inputs))
-            total, count = total + loss.item(), count + int(tokens)
-        model.train(training)
+        try:
+            for inputs in self.get_eval_dataloader():
+                with self.compute_loss_context_manager():
+                    loss, tokens = self._summed_loss(model, self._prepare_inputs(inputs))
+                total, count = total + loss.item(), count + int(tokens)
+        finally:
+            model.train(training)
+            torch.set_rng_state(random_state)
         return total / count
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """The held-out loss as `held_out_loss` defines it: over tokens, where transformers would average batches."""
+        if eval_dataset is not None:
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        loss = self.held_out_loss()
+        if loss is None:
+            raise ConfigError("- there are no held-out rows to evaluate on; set eval_dataset or eval_split")
+        metrics = {f"{metric_key_prefix}_loss": loss}
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -138,7 +208,7 @@ class LeanTrainer(SFTTrainer):
             if path.is_file():
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
-        shutil.rmtree(final, ignore_errors=True)
+        _remove_whole(final)
         os.replace(written, final)
         shutil.rmtree(aside, ignore_errors=True)
         self._drop_old_checkpoints()
@@ -156,17 +226,31 @@ class LeanTrainer(SFTTrainer):
         limit = self.lean.save_total_limit
         kept = checkpoints(self._folder)
         for path in kept[: max(0, len(kept) - limit)] if limit else []:
-            shutil.rmtree(path)
+            _remove_whole(path)
 
     def _last_good(self) -> str:
         found = checkpoints(self._folder)
         return f"The last good checkpoint is {found[-1]}." if found else "There is no checkpoint yet."
 
 
+def _remove_whole(folder: Path) -> None:
+    """Remove a checkpoint so that, killed in between, no part of it keeps the name of a whole one."""
+    if folder.exists():
+        going = folder.with_name(f".removing-{folder.name}")
+        shutil.rmtree(going, ignore_errors=True)
+        os.replace(folder, going)
+        shutil.rmtree(going, ignore_errors=True)
+
+
 def checkpoints(output_dir: str | Path) -> list[Path]:
     """Whole checkpoints in a folder, oldest first."""
     found = [path for path in Path(output_dir).glob("checkpoint-*") if path.name.partition("-")[2].isdigit()]
     return sorted(found, key=lambda path: int(path.name.partition("-")[2]))
+
+
+def base_model(model: Any) -> Any:
+    """The causal language model itself, without the adapters' wrapper (its layers keep their adapters)."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def logit_settings(model: nn.Module) -> tuple[float, float | None]:
@@ -181,3 +265,38 @@ def logit_settings(model: nn.Module) -> tuple[float, float | None]:
     if getattr(config, "logits_scaling", None):
         scale /= float(config.logits_scaling)
     return scale, getattr(config, "final_logit_softcapping", None)
+
+
+@torch.no_grad()
+def check_exact_loss(model: Any) -> None:
+    """Hold the loss without logits against the model's own logits, on eight tokens, before anything is trained.
+
+    A model may change its logits by settings this package does not know; then it says so here, and not in a wrong loss.
+    Raises ConfigError naming exact_savings.
+    """
+    inner = base_model(model)
+    head, decoder = inner.get_output_embeddings(), getattr(inner, "get_decoder", lambda: None)()
+    if type(head) is not nn.Linear or decoder is None or decoder is inner:
+        raise ConfigError(
+            f"- exact_savings: {type(inner).__name__} has no decoder with a plain linear output layer (it is "
+            f"{type(head).__name__}); set exact_savings: false"
+        )
+    training, random_state = model.training, torch.get_rng_state()
+    model.eval()
+    try:
+        tokens = (torch.arange(8, device=head.weight.device) * 37 % head.weight.shape[0])[None]
+        logits = model(input_ids=tokens, use_cache=False).logits.float()
+        hidden = decoder(input_ids=tokens, use_cache=False).last_hidden_state
+        scale, softcap = logit_settings(inner)
+        ours = linear_cross_entropy(
+            hidden, head.weight, tokens, bias=head.bias, reduction="sum", logit_scale=scale, softcap=softcap
+        )
+        theirs = nn.functional.cross_entropy(logits[0], tokens[0], reduction="sum")
+    finally:
+        model.train(training)
+        torch.set_rng_state(random_state)
+    if not torch.allclose(ours.double(), theirs.double(), rtol=2e-2, atol=1e-2):
+        raise ConfigError(
+            f"- exact_savings: the loss without logits is {float(ours):.4f} where {type(inner).__name__}'s own logits give "
+            f"{float(theirs):.4f} (eight tokens): it changes its logits in a way that is not known here; set exact_savings: false"
+        )

@@ -15,6 +15,7 @@ from leantune.activations.velora.linear import velora_linear
 from leantune.activations.velora.projection import SubTokens, kept_energy, mean_direction
 from leantune.activations.velora.report import VeloraReport, VeloraRow
 from leantune.errors import InvalidArgumentError, InvalidTypeError, StateMismatchError
+from leantune.kernels.half_linear import needs_fp32_products
 
 _MARK = "_leantune_velora"
 
@@ -27,6 +28,7 @@ class _Layer:
     module: nn.Linear
     cut: SubTokens
     v: Tensor | None = None
+    wide: bool = False
     tokens: int = 0
     exact_bytes: int = 0
     kept_bytes: int = 0
@@ -93,20 +95,15 @@ class VeloraHandle:
         for layer in self._layers:
             energy = None if layer.energy is None else float(layer.energy)
             cut = layer.cut
-            rows.append(
-                VeloraRow(
-                    layer.name,
-                    cut.features,
-                    cut.size,
-                    cut.groups,
-                    layer.tokens,
-                    layer.exact_bytes,
-                    layer.kept_bytes,
-                    energy,
-                    self._input_kept_anyway(layer),
-                )  # fmt: skip
-            )
+            kept_anyway = self._input_kept_anyway(layer)
+            sizes = (cut.features, cut.size, cut.groups, layer.tokens, layer.exact_bytes, layer.kept_bytes)
+            rows.append(VeloraRow(layer.name, *sizes, energy, kept_anyway))
         return VeloraReport(rows)
+
+    def use_fp32_products(self) -> None:
+        """Multiply narrow operands in fp32, as :mod:`leantune.kernels.half_linear` does for plain layers on such CPUs."""
+        for layer in self._layers:
+            layer.wide = needs_fp32_products(layer.module.weight.dtype) and layer.module.weight.device.type == "cpu"
 
     def remove(self) -> None:
         """Restore every layer exactly as it was."""
@@ -164,9 +161,9 @@ def _forward(module: nn.Linear, x: Tensor) -> Tensor:
         flat = x.detach().reshape(-1, layer.cut.features)
         if x.device.type == "meta" or type(x) is not Tensor:
             v = flat.new_empty((layer.cut.size,), dtype=torch.float32)  # a trace must not set the direction
-            return velora_linear(x, module.weight, module.bias, v, layer.cut)[0]
+            return velora_linear(x, module.weight, module.bias, v, layer.cut, layer.wide)[0]
         layer.v = mean_direction(flat, layer.cut) if layer.v is None else layer.v.to(x.device)
-    y, z = velora_linear(x, module.weight, module.bias, layer.v, layer.cut)
+    y, z = velora_linear(x, module.weight, module.bias, layer.v, layer.cut, layer.wide)
     layer.tokens = z.shape[0]
     layer.exact_bytes, layer.kept_bytes = z.shape[0] * layer.cut.features * z.itemsize, z.nbytes
     layer.energy = kept_energy(x, z)

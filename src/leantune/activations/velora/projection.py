@@ -76,8 +76,9 @@ def project(x: Tensor, v: Tensor, cut: SubTokens) -> Tensor:
 
 def weight_gradient(grad_output: Tensor, z: Tensor, v: Tensor, cut: SubTokens) -> Tensor:
     """dW, (out, D), from dY (N, out), Z (N, groups) and v: the outer product of C = dY^T Z with v, its padding cut off."""
-    coefficients = grad_output.t() @ z
-    return (coefficients.unsqueeze(2) * v.to(coefficients.dtype)).flatten(1)[:, : cut.features].contiguous()
+    # In fp32: small, and rounded once when the product with v is.
+    coefficients = grad_output.t().float() @ z.float()
+    return (coefficients.unsqueeze(2) * v.to(coefficients.dtype)).flatten(1)[:, : cut.features].to(grad_output.dtype).contiguous()
 
 
 def kept_energy(x: Tensor, z: Tensor) -> Tensor:

@@ -32,14 +32,7 @@ class HalfLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        wide = x.float()
-        out = x.new_empty((x.shape[0], weight.shape[0]))
-        for rows, tile in _wide_rows(weight):
-            product = wide @ tile.t()
-            if bias is not None:
-                product += bias[rows]
-            out[:, rows] = product
-        return out
+        return linear_product(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -47,11 +40,7 @@ class HalfLinear(torch.autograd.Function):
         wide = grads[0].float()
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            total = torch.zeros((x.shape[0], weight.shape[1]), dtype=torch.float32, device=x.device)
-            for rows, tile in _wide_rows(weight):
-                total.addmm_(wide[:, rows], tile)
-            dx = total.to(x.dtype)
-            del total
+            dx = input_gradient(grads[0], weight)
         if ctx.needs_input_grad[1]:
             wide_x = x.float()
             dw = torch.empty_like(weight)
@@ -60,6 +49,27 @@ class HalfLinear(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             db = wide.sum(0).to(ctx.bias_dtype)
         return dx, dw, db
+
+
+def linear_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """X W^T + b in fp32 products, rounded once to x's dtype, for x (tokens, in) and weight (out, in)."""
+    wide = x.float()
+    out = x.new_empty((x.shape[0], weight.shape[0]))
+    for rows, tile in _wide_rows(weight):
+        product = wide @ tile.t()
+        if bias is not None:
+            product += bias[rows]
+        out[:, rows] = product
+    return out
+
+
+def input_gradient(grad_output: Tensor, weight: Tensor) -> Tensor:
+    """dY W in fp32 products, rounded once to dY's dtype, for dY (tokens, out)."""
+    wide = grad_output.float()
+    total = torch.zeros((wide.shape[0], weight.shape[1]), dtype=torch.float32, device=wide.device)
+    for rows, tile in _wide_rows(weight):
+        total.addmm_(wide[:, rows], tile)
+    return total.to(grad_output.dtype)
 
 
 def half_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,25 +1,15 @@
-"""The benchmark's linear layer with fp32 products against float64, and the way back."""
-
-import importlib.util
-from pathlib import Path
+"""Linear layers with fp32 products against float64, and the way back."""
 
 import pytest
 import torch
 from torch import nn
 
-
-@pytest.fixture(scope="module")
-def half():
-    path = Path(__file__).resolve().parents[2] / "benchmarks" / "half_linear.py"
-    spec = importlib.util.spec_from_file_location("benchmark_half_linear", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from leantune.kernels import half_linear as half
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype, rounding", [(torch.bfloat16, 2**-8), (torch.float16, 2**-10)])
-def test_values_and_gradients_are_exact_to_one_rounding(half, monkeypatch, dtype, rounding, bias):
+def test_values_and_gradients_are_exact_to_one_rounding(monkeypatch, dtype, rounding, bias):
     monkeypatch.setattr(half, "TILE_BYTES", 7 * 64 * 4)  # 40 rows in six tiles, the last one short
     generator = torch.Generator().manual_seed(0)
 
@@ -39,7 +29,7 @@ def test_values_and_gradients_are_exact_to_one_rounding(half, monkeypatch, dtype
         assert ((found.double() - wanted).abs() <= rounding * wanted.abs() + 1e-6 * scale).all()
 
 
-def test_layers_change_only_where_needed_and_change_back(half, monkeypatch):
+def test_layers_change_only_where_needed_and_change_back(monkeypatch):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).bfloat16())
     monkeypatch.setattr(half, "needs_fp32_products", lambda dtype: dtype == torch.bfloat16)
     handle = half.use_fp32_products(model)
@@ -52,7 +42,7 @@ def test_layers_change_only_where_needed_and_change_back(half, monkeypatch):
     assert model[1](x.bfloat16()).grad_fn.name() == "AddmmBackward0"
 
 
-def test_it_saves_what_linear_saves(half):
+def test_it_saves_what_linear_saves():
     saved = []
     weight = torch.ones(8, 8, dtype=torch.bfloat16, requires_grad=True)
     x = torch.ones(4, 8, dtype=torch.bfloat16, requires_grad=True)
