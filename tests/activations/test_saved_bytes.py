@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import leantune as lt
 from leantune.activations.saved_bytes import SavedBytes
@@ -99,3 +100,14 @@ def test_a8_velora_saves_its_prediction_to_the_byte(features, dtype):
     assert plain.by_module["2"] == exact == 10 * features * dtype.itemsize
     assert changed.by_module["2"] == kept + vector
     assert plain.bytes - changed.bytes == exact - kept - vector == handle.report().saved_bytes - vector
+
+
+def test_an_operator_that_saves_its_own_result_is_freed_with_it() -> None:
+    x = torch.randn(100, requires_grad=True)
+    with SavedBytes() as saved:
+        y = x.exp()
+    storage = StorageWeakRef(y.untyped_storage())
+    y.sum().backward()
+    assert saved.bytes == y.nbytes and torch.equal(x.grad, y)
+    del y
+    assert storage.expired()

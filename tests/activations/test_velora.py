@@ -6,10 +6,12 @@ import pytest
 import torch
 from reference.velora import weight_gradient
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import leantune as lt
-from leantune.activations.velora.projection import SubTokens
+from leantune.activations.velora.projection import SubTokens, kept_energy, mean_direction, project
 from leantune.errors import InvalidArgumentError, InvalidTypeError, StateMismatchError
 
 
@@ -162,3 +164,48 @@ def test_kept_energy_is_one_for_a_rank_one_batch() -> None:
     x = torch.outer(torch.rand(10) + 0.5, direction.repeat(8))
     changed(x)
     assert handle.report().rows[0].kept_energy == pytest.approx(1.0, abs=1e-4)
+
+
+def test_a_trace_on_fake_tensors_changes_neither_direction_nor_report() -> None:
+    for trained_first in (False, True):
+        _, changed, handle = layer_pair(48, 8)
+        if trained_first:
+            changed(torch.randn(4, 48))
+        before, report = handle.state_dict(), str(handle.report())
+        x = torch.randn(7, 48)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fake = mode.from_tensor(x)
+            assert changed(fake).shape == (7, 24)
+        assert str(handle.report()) == report and handle.state_dict().keys() == before.keys()
+        assert all(torch.equal(v, before[name]) for name, v in handle.state_dict().items())
+
+
+def test_remove_refuses_to_drop_a_later_change_of_forward() -> None:
+    _, changed, handle = layer_pair(48, 8)
+    ours = changed.forward
+    changed.forward = later = lambda x: ours(x)
+    with pytest.raises(StateMismatchError, match="replaced after apply_velora"):
+        handle.remove()
+    assert changed.__dict__["forward"] is later
+    changed.forward = ours
+    handle.remove()
+    assert "forward" not in changed.__dict__
+
+
+@pytest.mark.parametrize("features", [1536, 1500])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a8_nothing_of_the_inputs_size_is_allocated(features: int, dtype: torch.dtype) -> None:
+    cut = SubTokens.of(features, 32)
+    x, v = (torch.randn(2048, features) + 0.5).to(dtype), torch.randn(cut.size)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        z = project(x, v, cut)
+        energy = kept_energy(x, z)
+        direction = mean_direction(x, cut)
+    events = profiler.profiler.kineto_results.events()
+    largest = max(event.nbytes() for event in events if event.name() == "[memory]")
+    assert z.nbytes <= largest < x.nbytes / 4
+    wide = x.double()
+    assert float(energy) == pytest.approx(float(z.double().square().sum() / wide.square().sum()), rel=1e-4)
+    padded = torch.nn.functional.pad(wide.mean(dim=0), (0, cut.groups * cut.size - features))
+    mean = padded.view(cut.groups, cut.size).mean(dim=0)
+    torch.testing.assert_close(direction.double(), mean / mean.norm(), rtol=1e-5, atol=1e-7)

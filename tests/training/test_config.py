@@ -53,8 +53,58 @@ def test_g1_g2_combinations_that_cannot_work_are_refused(flags: list[str], words
 
 
 def test_every_problem_is_told_at_once() -> None:
-    text = problems("--optim=lomo", "--clip=no", "--lora_r=0")
-    assert text.count("\n") == 2
+    text = problems("--optim=lomo", "--clip=no", "--lora_r=0", "--method=lora", "--max_length=many", "--lr_schedulr=x")
+    for words in ("optim: lomo", "clip is", "lora_r is 0", "max_length is 'many'", "unknown key 'lr_schedulr'"):
+        assert text.count(words) == 1
+    assert text.count("\n") == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--optim=adamw", "--carry_rank=2"], "carry_rank is set, but optim: adamw does not read it"),
+        (["--optim=adalomo", "--betas=0.9,0.95"], "betas is set"),
+        (["--optim=adamw_torch", "--rounding=nearest"], "rounding is set"),
+        (["--lora_alpha=8"], "write method: lora"),
+        (["--velora_num_groups=8"], "without velora_target_modules"),
+        (["--completion_only_loss=false"], "completions only"),
+        (["--assistant_only_loss"], "assistant turns only"),
+        (["--resume_from_checkpoint=x"], "write resume: true"),
+        (["--label_smoothing_factor=0.1"], "label smoothing"),
+        (["--fsdp=full_shard"], "more than one process"),
+        (["--eval_strategy=steps"], "no held-out rows"),
+    ],
+)
+def test_o16_g9_settings_that_would_be_ignored_are_refused(flags: list[str], words: str) -> None:
+    assert words in problems(*flags)
+
+
+def test_p9_packing_that_leaks_across_rows_is_refused() -> None:
+    assert "attend to one another" in problems("--packing", "--packing_strategy=wrapped")
+
+
+def test_g6_reentrant_checkpointing_under_fused_backward_is_refused() -> None:
+    kwargs = "--gradient_checkpointing_kwargs={use_reentrant: true}"
+    assert "use_reentrant" in problems("--gradient_checkpointing", kwargs)
+    assert load_config(None, [*BASE, "--fused_backward=false", kwargs]).extra
+
+
+def test_values_of_the_trainer_s_own_fields_are_checked_before_anything_is_loaded() -> None:
+    assert "it takes linear, cosine" in problems("--lr_scheduler_type=cosin")
+    assert "dataloader_num_workers" in problems("--dataloader_num_workers=two")
+    config = load_config(None, [*BASE, "--warmup_steps", "3e-2", "--lr-scheduler-kwargs", "{num_cycles: 2}"])
+    assert config.extra == {"warmup_steps": 0.03, "lr_scheduler_kwargs": {"num_cycles": 2}}
+
+
+def test_lists_come_as_yaml_or_with_commas_and_betas_under_either_name() -> None:
+    config = load_config(None, [*BASE, "--method=lora", "--lora_target_modules=q_proj,v_proj", "--betas=0.8,0.95"])
+    assert config.lora_target_modules == ("q_proj", "v_proj") and config.betas == (0.8, 0.95)
+    assert load_config(None, [*BASE, "--adam_beta2=0.95"]).betas == (0.9, 0.95)
+    assert load_config(None, [*BASE, "--method=lora"]).lora_target_modules == "all-linear"
+
+
+def test_p11_one_key_under_two_names_is_refused() -> None:
+    assert "a second time" in problems("--max_length=8", "--cutoff_len=9")
 
 
 def test_p11_aliases_are_taken_with_a_note() -> None:

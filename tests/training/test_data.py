@@ -8,7 +8,7 @@ import pytest
 from leantune.errors import ConfigError
 from leantune.training.config import TrainConfig
 from leantune.training.data import encode, load_data
-from leantune.training.shapes import detect
+from leantune.training.shapes import BadRowError, detect
 
 
 def trained_text(row: dict, tokenizer) -> str:
@@ -81,3 +81,115 @@ def test_a_split_is_held_out_and_files_that_are_not_there_are_named(tmp_path: Pa
     for name in ("none.jsonl", "empty.jsonl", "x.docx"):
         with pytest.raises(ConfigError, match=name):
             load_data(TrainConfig(dataset=str(tmp_path / name)), tokenizer)
+
+
+def test_p15_a_system_column_and_empty_system_turns(tokenizer) -> None:
+    turns = [{"from": "system", "value": ""}, {"from": "human", "value": "Sky?"}, {"from": "gpt", "value": "Blue."}]
+    row = {"conversations": turns, "system": "Be brief."}
+    assert [turn["role"] for turn in detect(list(row))(row)["messages"]] == ["system", "user", "assistant"]
+    trl_style = {"conversations": [{"role": "user", "content": "Sky?"}, {"role": "assistant", "content": "Blue."}]}
+    assert trained_text(trl_style, tokenizer) == "Blue.<|im_end|>"
+    with pytest.raises(BadRowError, match="role 'narrator'"):
+        detect(["conversations"])({"conversations": [{"from": "narrator", "value": "Once."}]})
+
+
+def test_p16_marks_of_the_template_decide_and_the_end_of_the_turn_is_learnt(tokenizer) -> None:
+    twice = [*CHAT, {"role": "user", "content": "Grass?"}, {"role": "assistant", "content": "Green."}]
+    wanted = trained_text({"messages": twice}, tokenizer)
+    plain = encode({"messages": twice}, tokenizer)[0]
+    said = "{% generation %}{{ m['content'] }}{% endgeneration %}{{ '<|im_end|>\\n' }}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"
+        "{% if m['role'] == 'assistant' %}"
+        + said
+        + "{% else %}{{ m['content'] + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+    )
+    assert trained_text({"messages": twice}, tokenizer) == wanted == "Blue.<|im_end|>Green.<|im_end|>"
+    assert encode({"messages": twice}, tokenizer)[0] == plain
+
+
+def test_p16_assistant_turns_inside_a_prompt_are_read_not_learnt(tokenizer) -> None:
+    row = {
+        "prompt": [*CHAT, {"role": "user", "content": "Grass?"}],
+        "completion": [{"role": "assistant", "content": "Green."}],
+    }
+    assert trained_text(row, tokenizer) == "Green.<|im_end|>"
+
+
+def test_p16_templates_whose_turns_cannot_be_told_are_refused(tokenizer) -> None:
+    whole = tokenizer.chat_template
+    tokenizer.chat_template = whole.replace("<|im_start|>assistant", "<|im_start|>assistant <think>")
+    with pytest.raises(BadRowError, match="generation prompt"):
+        encode({"messages": CHAT}, tokenizer)
+    tokenizer.chat_template = "{{ raise_exception('no system turns') }}" + whole
+    with pytest.raises(BadRowError, match="no system turns"):
+        encode({"messages": CHAT}, tokenizer)
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match="no chat template"):
+        encode({"messages": CHAT}, tokenizer)
+
+
+def test_special_tokens_stand_once(tokenizer) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.add_special_tokens({"bos_token": "<|im_start|>"})
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A <|im_end|>", special_tokens=[("<|im_start|>", 1), ("<|im_end|>", 2)]
+    )
+    for row in (
+        {"text": "Sky"},
+        {"text": "<|im_start|>Sky"},
+        {"text": "Sky<|im_end|>"},
+        {"prompt": "S", "completion": "ky"},
+    ):
+        ids, labels = encode(row, tokenizer)
+        assert ids.count(1) == 1 and ids[0] == 1 and ids.count(2) == 1 and ids[-1] == labels[-1] == 2
+    ids, _ = encode({"messages": CHAT}, tokenizer)
+    assert ids.count(1) == 3 and ids.count(2) == 3
+
+
+def test_every_kind_of_file_and_a_folder_give_the_same_rows(tmp_path: Path, tokenizer) -> None:
+    from datasets import Dataset
+
+    rows = Dataset.from_list([{"prompt": f"{n}+1=", "completion": str(n + 1), "id": n} for n in range(3)])
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    rows.to_json(tmp_path / "d.jsonl")
+    rows.to_csv(tmp_path / "d.csv")
+    rows.to_parquet(tmp_path / "d.parquet")
+    (tmp_path / "d.json").write_text(json.dumps(rows.to_list()))
+    rows.to_json(folder / "train.jsonl")
+    rows.select([0]).to_json(folder / "test.jsonl")
+    rows.save_to_disk(str(tmp_path / "saved"))
+    seen = []
+    for name in ("d.jsonl", "d.json", "d.parquet", "folder", "saved"):
+        data = load_data(TrainConfig(dataset=str(tmp_path / name)), tokenizer)
+        assert "not used: the columns id" in data.notes[0]
+        seen.append(data.train.to_list())
+    assert len(seen[0]) == 3 and all(rows == seen[0] for rows in seen)
+    with pytest.raises(ConfigError, match="completion is not text"):
+        load_data(TrainConfig(dataset=str(tmp_path / "d.csv")), tokenizer)
+    (folder / "more.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(ConfigError, match="mixes"):
+        load_data(TrainConfig(dataset=str(folder)), tokenizer)
+
+
+def test_p9_packed_rows_do_not_see_one_another(tiny_model_path: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    rows = [{"input_ids": list(range(10, 17))}, {"input_ids": list(range(40, 45))}]
+    packed = {"input_ids": rows[0]["input_ids"] + rows[1]["input_ids"], "seq_lengths": [7, 5]}
+    batch = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)([packed])
+    assert batch["position_ids"].tolist() == [[*range(7), *range(5)]] and batch["labels"][0, 7] == -100
+    for attention in ("sdpa", "eager"):
+        model = AutoModelForCausalLM.from_pretrained(
+            tiny_model_path, dtype=torch.float32, attn_implementation=attention
+        ).eval()
+        with torch.no_grad():
+            together = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits[
+                0
+            ]
+            alone = [model(input_ids=torch.tensor([row["input_ids"]])).logits[0] for row in rows]
+        torch.testing.assert_close(together, torch.cat(alone), rtol=1e-5, atol=1e-5)

@@ -1,7 +1,7 @@
 """Whole runs of a tiny model: what is written, what is logged, and that resuming continues bit for bit."""
 
 import json
-import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,6 +30,13 @@ def rows(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes longer than these runs; the first test looks at the pictures."""
+    monkeypatch.setattr("leantune.training.run.plot_memory", lambda *arguments, **more: None)
+    monkeypatch.setattr("leantune.training.log.RunLog.plot", lambda *arguments: None)
+
+
 def config(model: str, rows: str, output: Path, **more) -> TrainConfig:
     values = {
         "model_name_or_path": model, "dataset": rows, "output_dir": str(output), "learning_rate": 1e-3, "max_length": 64,
@@ -53,6 +60,9 @@ def test_a_run_writes_a_model_a_log_plots_and_reports(tiny_model_path: str, rows
         "loss.png",
         "memory.png",
         "memory_plan.json",
+        "memory_profile.json",
+        "summary.json",
+        "summary.md",
         "leantune_config.yaml",
     ):
         assert (out / name).stat().st_size > 0
@@ -65,6 +75,7 @@ def test_a_run_writes_a_model_a_log_plots_and_reports(tiny_model_path: str, rows
     assert all(torch.equal(value, saved[name]) for name, value in result.model.state_dict().items() if name in saved)
 
 
+@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("optim", ["ternary_adamw", "adamw"])
 def test_p13_resuming_across_an_epoch_continues_bit_for_bit(
@@ -73,19 +84,19 @@ def test_p13_resuming_across_an_epoch_continues_bit_for_bit(
     more = {"optim": optim, "packing": packing, "velora_target_modules": ["down_proj"]}
     train(config(tiny_model_path, rows, tmp_path / "whole", **more), console=QUIET)
     broken = tmp_path / "broken"
-    train(config(tiny_model_path, rows, broken, **more), console=QUIET)
-    for step in (6, 8):
-        path = broken / f"checkpoint-{step}"
-        if path.exists():
-            os.rename(path, tmp_path / f"gone-{step}")
+    shutil.copytree(tmp_path / "whole", broken)
+    for name in ("checkpoint-6", "checkpoint-8"):
+        shutil.rmtree(broken / name, ignore_errors=True)
+    (broken / "model.safetensors").unlink()
     train(config(tiny_model_path, rows, broken, resume=True, **more), console=QUIET)
     whole, resumed = weights(tmp_path / "whole"), weights(broken)
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_p12_a_killed_run_resumes_to_the_same_weights(tiny_model_path: str, rows: str, tmp_path: Path) -> None:
     out, whole = tmp_path / "killed", tmp_path / "whole"
-    more = {"max_steps": 40, "save_steps": 5}
+    more = {"max_steps": 24, "save_steps": 3}
     flags = [f"--{key}={value}" for key, value in {
         "model_name_or_path": tiny_model_path, "dataset": rows, "output_dir": out, "learning_rate": 1e-3, "max_length": 64,
         "per_device_train_batch_size": 4, "save_total_limit": 10, **more,
@@ -93,17 +104,18 @@ def test_p12_a_killed_run_resumes_to_the_same_weights(tiny_model_path: str, rows
     command = [sys.executable, "-c", "from leantune.cli import main; main()", "train", *flags]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.time() + 120
-    while not (out / "checkpoint-10").exists() and time.time() < deadline and process.poll() is None:
+    while not (out / "checkpoint-6").exists() and time.time() < deadline and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert (out / "checkpoint-10").exists() and not (out / "model.safetensors").exists()
+    assert (out / "checkpoint-6").exists() and not (out / "model.safetensors").exists()
     train(config(tiny_model_path, rows, out, resume=True, **more), console=QUIET)
     train(config(tiny_model_path, rows, whole, **more), console=QUIET)
     expected, resumed = weights(whole), weights(out)
     assert all(torch.equal(expected[name], resumed[name]) for name in expected)
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_p6_a_loss_that_is_not_finite_stops_and_keeps_the_last_checkpoint(
     tiny_model_path: str, rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,6 +132,7 @@ def test_p6_a_loss_that_is_not_finite_stops_and_keeps_the_last_checkpoint(
     assert (out / "checkpoint-3" / "model.safetensors").exists()
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_the_loss_without_logits_trains_as_full_logits_do(tiny_model_path: str, rows: str, tmp_path: Path) -> None:
     losses = []
     for exact in (True, False):
@@ -138,6 +151,7 @@ def test_p9_packing_does_not_leak_across_rows(tiny_model_path: str) -> None:
     torch.testing.assert_close(packed.last_hidden_state[:, 10:], alone, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("optim", ["ternary_adamw", "adamw_torch"])
 def test_lora_trains_adapters_alone(tiny_model_path: str, rows: str, tmp_path: Path, optim: str) -> None:
     more = {"method": "lora", "lora_r": 4, "optim": optim, "max_steps": 3}
@@ -145,6 +159,7 @@ def test_lora_trains_adapters_alone(tiny_model_path: str, rows: str, tmp_path: P
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_an_old_run_is_not_overwritten_and_a_budget_is_held(tiny_model_path: str, rows: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(ConfigError, match="memory_budget"):

@@ -105,6 +105,9 @@ class LogitTiles:
         self.vocabulary_slices = _slices(self.vocabulary, width)
         self._logit_room = None if self.native else hidden.new_empty(rows * width, dtype=self.wide)
         self._only_rows: Tensor | None = None
+        self._weight_room: Tensor | None = None
+        if weight.dtype != self.product_dtype:
+            self._weight_room = weight.new_empty((width, weight.shape[1]), dtype=self.product_dtype)
 
     def _cost(self, copies: int, gradient_room: bool, backward: bool) -> TileCost:
         wide, size = self.wide.itemsize, self.weight.shape[1]
@@ -128,7 +131,13 @@ class LogitTiles:
         """(vocabulary slice, its rows of the weight (t, H), its bias (t,)), ready to be multiplied."""
         for entries in self.vocabulary_slices:
             bias = None if self.bias is None else self.bias[entries].to(self.operand_dtype).to(self.wide)
-            yield entries, self.weight[entries].to(self.operand_dtype).to(self.product_dtype), bias
+            yield entries, self._widened(self.weight[entries]), bias
+
+    def _widened(self, weight: Tensor) -> Tensor:
+        """Rows of the weight, ready to be multiplied; the memory is reused by the next tile, or two would be alive."""
+        if self._weight_room is None:
+            return weight.to(self.operand_dtype).to(self.product_dtype)
+        return self._weight_room[: weight.shape[0]].copy_(weight.to(self.operand_dtype))
 
     def token_tiles(self) -> Iterator[tuple[slice, Tensor]]:
         """(token slice, its hidden states (n, H)), ready to be multiplied; made once where one tile holds all."""

@@ -1,23 +1,30 @@
-"""Cross-entropy of a language model's head without ever holding its logits.
+"""Cross-entropy of a language model's output layer without its logits.
 
-A model of 128 k vocabulary makes 0.5 MB of fp32 logits a token, and their gradient as much again. Here forward keeps the
-hidden states, one number a token and nothing of the vocabulary's size; backward recomputes the logits a tile at a time
-(methods: exact savings; the running logsumexp is that of Milakov and Gimelshein, arXiv 1805.02867). Nothing saved is
-ever written to, so a second backward over the same forward is right.
+The (tokens x vocabulary) logits of a 32 k-token batch and a 128 k vocabulary take 16 GiB in fp32, and their gradient as
+much again. Neither exists here. With h_i the hidden state of token i, y_i its label, W the head's weight:
+
+    z_ij = softcap(scale * (h_i . W_j + b_j))            softcap(x) = c * tanh(x / c)
+    loss = sum_i (lse_i - z_{i,y_i})                     lse_i = log sum_j exp(z_ij)
+    dz_ij = exp(z_ij - lse_i) - [j = y_i]                dW_j = sum_i dz_ij z'_ij h_i        dh_i = sum_j dz_ij z'_ij W_j
+
+Forward runs over tiles of the vocabulary with a running maximum and sum (the online softmax of Milakov and
+Gimelshein, arXiv 1805.02867) and keeps lse_i; backward makes each tile of logits again. One matrix product more than
+keeping the logits: four instead of three.
 """
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from leantune.activations.vocabulary_tiles import HeadGradient, LogitRule, label_loss, label_loss_backward
+from leantune.activations.tiled_cross_entropy import TiledCrossEntropy
 from leantune.errors import InvalidArgumentError, InvalidTypeError
 
-DEFAULT_TILE_BYTES = 64 << 20
+TILE_BYTES = 64 << 20
+"""Bytes of one tile of logits with its working copies."""
 
 
 def linear_cross_entropy(
@@ -28,230 +35,203 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     ignore_index: int = -100,
     reduction: Literal["mean", "sum"] = "mean",
-    num_items: Tensor | int | None = None,
+    num_items: int | Tensor | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    tile_bytes: int = DEFAULT_TILE_BYTES,
+    tile_bytes: int = TILE_BYTES,
 ) -> Tensor:
-    """``cross_entropy(cap(logit_scale * (hidden @ weight.T + bias)), labels)``, the logits never materialised.
+    """``F.cross_entropy(F.linear(hidden, weight, bias).float(), labels)`` without ever holding the logits.
 
-    Labels are taken as they are: for next-token prediction pass ``shift_labels(labels)``.
+    Labels are taken as they are: for a causal language model, shift them first (`shift_labels`).
 
     Args:
-        hidden: (..., H) floating point, what the head is applied to.
-        weight: (V, H), the head; an embedding it is tied to is fine.
-        labels: (...) int64 or int32, ids in 0..V-1 or ``ignore_index``.
+        hidden: (..., H), bf16, fp16, fp32 or float64.
+        weight: (V, H) of the same dtype (any floating dtype under autocast, which rounds operands as for ``F.linear``).
+        labels: (...), integer, in [0, V) or ``ignore_index``.
         bias: (V,) or None.
-        ignore_index: label of tokens without a loss; they are dropped first, none of their logits is computed.
-        reduction: "mean" over the tokens that have a label, or "sum".
-        num_items: divides the sum instead of the token count (an int or a tensor of one number, e.g. transformers'
-            ``num_items_in_batch``, the label count of all micro-batches of a step).
-        logit_scale: multiplies the logits, before the cap.
-        softcap: ``softcap * tanh(logits / softcap)`` (Gemma), or None.
-        tile_bytes: most bytes that the temporaries of one tile of logits may take together.
+        ignore_index: label of tokens that do not count. Their logits are not computed.
+        reduction: "mean" over the tokens that count, or "sum".
+        num_items: with "mean", the divisor instead: an int or a tensor of one element, such as the tokens of a whole
+            accumulated batch (transformers' ``num_items_in_batch``).
+        logit_scale: multiplies the logits, the bias included.
+        softcap: c > 0: then each logit becomes c * tanh(logit / c). None: unchanged.
+        tile_bytes: bytes that a tile of logits with its working copies may take.
 
-    Returns:
-        The loss, a scalar in fp32 (fp64 for fp64 inputs). With every label ignored it is 0 with zero gradients for "sum"
-        or with ``num_items``; a mean over no tokens does not exist and is an error.
+    Returns: the loss, a scalar in fp32 (float64 for float64 hidden states). If no token counts, "sum" is 0 and so is
+        "mean" over a given ``num_items``; "mean" by itself is NaN, as in ``F.cross_entropy``: the mean of nothing is
+        not a small loss, and a training loop that checks its loss should stop there. The gradients are zero each time.
 
-    Bytes: forward keeps the labelled rows of ``hidden`` (in the autocast dtype under autocast; the tensor itself, no copy,
-        where every row has a label), their labels and 4 bytes a token, and the row numbers (8 a token) where some were
-        dropped. Backward allocates the gradient of the head in its own dtype (none where it is frozen), an fp32
-        (tokens, H) sum, and ``tile_bytes``.
+    Bytes: kept for backward, besides the weight: the hidden states (a copy of the rows that count, if they are at most
+        half; otherwise the given tensor and 8 B per counted token) and 12 B per counted token. During forward and
+        backward: ``tile_bytes``; during backward also 4 * H per counted token (fp32 sums of the gradient of
+        ``hidden``), that gradient, and one buffer of the shape and dtype of ``weight``, each element of which is summed
+        in fp32 and rounded once. A frozen weight has no such buffer.
+
+    Nothing kept is changed by backward: ``backward(retain_graph=True)`` and a second backward give the same gradients.
+    Gradients of gradients are not supported. On tensors without data (meta, fake) every token counts.
 
     Raises:
-        InvalidArgumentError: shapes do not fit, a label is out of range, nothing has a label under a mean, an option has
-            no meaning.
-        InvalidTypeError: dtypes or devices do not fit.
+        InvalidArgumentError: shapes that do not fit, a label outside the vocabulary (named), mixed dtypes or devices,
+            a divisor that is not positive, or ``tile_bytes`` below one logit's needs.
+        InvalidTypeError: labels that are not integers, hidden states that are not floating, sharded or quantised weights.
 
-    On tensors without data (meta, fake) every row counts as labelled and no label is checked: an upper bound for planning.
-
-    >>> hidden, weight = torch.randn(3, 8), torch.randn(20, 8, requires_grad=True)
-    >>> loss = linear_cross_entropy(hidden, weight, torch.tensor([4, -100, 19]))
-    >>> plain = torch.nn.functional.cross_entropy(hidden @ weight.T, torch.tensor([4, -100, 19]))
-    >>> bool(torch.isclose(loss, plain))
-    True
+    >>> hidden = torch.tensor([[1.0, 0.0], [0.0, 1.0]], requires_grad=True)
+    >>> weight = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], requires_grad=True)
+    >>> loss = linear_cross_entropy(hidden, weight, torch.tensor([2, -100]))
+    >>> loss.backward()
+    >>> round(loss.item(), 4), hidden.grad[1].tolist()
+    (0.1429, [0.0, 0.0])
     """
-    _check_options(reduction, num_items, logit_scale, softcap, tile_bytes)
-    _check_tensors(hidden, weight, labels, bias)
-    compute_dtype = _compute_dtype(hidden)
-    if compute_dtype == hidden.dtype and weight.dtype != hidden.dtype:
-        raise InvalidTypeError(
-            f"linear_cross_entropy: hidden is {hidden.dtype} but weight is {weight.dtype}; "
-            "cast one of them, or run under torch.autocast"
-        )
-    rule = LogitRule(float(logit_scale), softcap, int(tile_bytes), compute_dtype)
-    flat_labels = labels.reshape(-1).to(torch.int64)
-    rows = _labelled_rows(flat_labels, ignore_index)
-    selected = flat_labels if rows is None else flat_labels[rows]
-    tokens = selected.shape[0]
-    _check_labels(selected, weight.shape[0], ignore_index)
-    if tokens == 0 and reduction == "mean" and num_items is None:
-        raise InvalidArgumentError(
-            f"linear_cross_entropy: all {flat_labels.numel()} labels are ignored ({ignore_index}), so there is no mean. "
-            "The answers were probably cut off by the maximum length; drop such rows, raise the length, or pass num_items "
-            "(the label count of the whole step) if other micro-batches do have labels"
-        )
-    divisor: Tensor | int = 1
-    if num_items is not None:
-        divisor = num_items.detach().to(hidden.device, rule.wide_dtype) if isinstance(num_items, Tensor) else num_items
-    elif reduction == "mean":
-        divisor = tokens
-    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, selected, rows, divisor, rule)
-    return loss
+    operand_dtype = _operand_dtype(hidden)
+    _check_shapes(hidden, weight, labels, bias)
+    _check_dtypes(hidden, weight, labels, bias)
+    _check_options(reduction, logit_scale, softcap, tile_bytes)
+    divisor = _checked_divisor(num_items, reduction, hidden)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    kept_labels, index = _counted(labels.reshape(-1), ignore_index, weight.shape[0])
+    if index is not None and 2 * index.numel() <= rows.shape[0]:
+        # At most half count: a copy of those rows is kept and the rest can be freed. Otherwise the tensor itself is kept,
+        # which costs nothing where the caller holds it anyway. Either way at most half of it more than the best choice.
+        rows, index = rows.index_select(0, index), None
+    # Rounded before it is kept; the weight, which is larger and kept anyway, is rounded a tile at a time.
+    rows = rows.to(operand_dtype)
+    loss: Tensor = TiledCrossEntropy.apply(
+        rows, weight, bias, kept_labels, index, logit_scale, softcap, operand_dtype, tile_bytes
+    )
+    if reduction == "sum":
+        return loss
+    return loss / (kept_labels.numel() if divisor is None else divisor)
 
 
 def shift_labels(labels: Tensor, ignore_index: int = -100) -> Tensor:
-    """Labels for next-token prediction: position i gets the label of i + 1, the last one ``ignore_index``.
+    """Labels for a causal language model: position t is scored against token t + 1, the last one not at all.
 
-    labels (..., tokens) integer; returns a new tensor of the same shape and dtype. Position i of the model's hidden
-    states is then scored against position i of the result, and no slice of the hidden states is needed.
+    Args:
+        labels: (..., T) integers, aligned with the tokens. Not changed.
+        ignore_index: put in the last place of every row.
+
+    Returns: a new tensor (..., T). Rows of packed sequences need ``ignore_index`` at each sequence's first token.
 
     >>> shift_labels(torch.tensor([[5, 6, 7]])).tolist()
     [[6, 7, -100]]
     """
-    return torch.nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
+    if labels.dim() == 0:
+        raise InvalidArgumentError("labels have no dimension to shift along: pass (..., T), one label a token")
+    shifted = torch.full_like(labels, ignore_index)
+    shifted[..., :-1] = labels[..., 1:]
+    return shifted
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    """Keeps (hidden rows, weight, bias, labels, logsumexp); recomputes logits by tile in backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        rows: Tensor | None,
-        divisor: Tensor | int,
-        rule: LogitRule,
-    ) -> Tensor:
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        picked = (flat if rows is None else flat.index_select(0, rows)).to(rule.compute_dtype)
-        with _no_autocast(hidden):
-            total, logsumexp = label_loss(rule, picked, weight, bias, labels)
-        scale = divisor if isinstance(divisor, Tensor) else None
-        ctx.save_for_backward(picked, weight, bias, labels, rows, logsumexp, scale)
-        ctx.divisor, ctx.rule = (None if scale is not None else divisor), rule
-        ctx.hidden_shape, ctx.hidden_dtype = hidden.shape, hidden.dtype
-        return total / divisor
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, rows, logsumexp, scale = ctx.saved_tensors
-        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        rule: LogitRule = ctx.rule
-        with _no_autocast(hidden):
-            coefficient = gradient.to(rule.wide_dtype) / (scale if ctx.divisor is None else ctx.divisor)
-            head = HeadGradient(weight if wants_weight else None, bias if wants_bias else None)
-            hidden_sum = torch.zeros_like(hidden, dtype=rule.wide_dtype) if wants_hidden else None
-            if wants_hidden or wants_weight or wants_bias:
-                label_loss_backward(rule, hidden, weight, bias, labels, logsumexp, coefficient, head, hidden_sum)
-            hidden_gradient = None
-            if hidden_sum is not None:
-                hidden_gradient = _spread(hidden_sum.to(ctx.hidden_dtype), rows, ctx.hidden_shape)
-        return hidden_gradient, head.weight, head.bias, None, None, None, None
-
-
-def _spread(gradient: Tensor, rows: Tensor | None, shape: torch.Size) -> Tensor:
-    """(labelled rows, H) back to the shape of ``hidden``; rows without a label get exact zeros."""
-    if rows is None:
-        return gradient.view(shape)
-    whole = gradient.new_zeros((shape[:-1].numel(), shape[-1]))
-    whole[rows] = gradient
-    return whole.view(shape)
-
-
-def has_data(tensor: Tensor) -> bool:
-    """False for meta and fake tensors: shapes only, nothing to look at."""
-    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
-
-
-def _labelled_rows(labels: Tensor, ignore_index: int) -> Tensor | None:
-    """int64 numbers of the rows that have a label; None where all have (or where that cannot be known)."""
-    if not has_data(labels):
-        return None
-    rows = (labels != ignore_index).nonzero().squeeze(1)
-    return None if rows.shape[0] == labels.shape[0] else rows
-
-
-def _compute_dtype(hidden: Tensor) -> torch.dtype:
-    """The dtype a linear layer computes in: autocast's, except for fp64, which autocast leaves alone."""
-    device = hidden.device.type
-    if hidden.dtype == torch.float64 or not torch.amp.is_autocast_available(device):
-        return hidden.dtype
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-
-
-def _no_autocast(tensor: Tensor) -> Any:
-    """All casts are explicit here; backward may run inside or outside the forward's autocast and must not change."""
-    device = tensor.device.type
-    available = torch.amp.is_autocast_available(device)
-    return torch.autocast(device if available else "cpu", enabled=False)
-
-
-def _check_options(
-    reduction: str, num_items: Tensor | int | None, logit_scale: float, softcap: float | None, tile_bytes: int
-) -> None:
-    if reduction not in ("mean", "sum"):
+def _counted(labels: Tensor, ignore_index: int, vocabulary: int) -> tuple[Tensor, Tensor | None]:
+    """(int64 labels of the tokens that count, their rows; None for all). Tensors without data: all of them."""
+    labels = labels.detach()
+    if _without_data(labels):
+        return labels.long(), None
+    counted = labels != ignore_index
+    index = None if bool(counted.all()) else counted.nonzero()[:, 0]
+    labels = labels.long() if index is None else labels.index_select(0, index).long()
+    wrong = ((labels < 0) | (labels >= vocabulary)).nonzero()
+    if wrong.numel():
+        first = int(wrong[0, 0])
+        row = first if index is None else int(index[first])
         raise InvalidArgumentError(
-            f'linear_cross_entropy: reduction={reduction!r} is not known; write "mean" or "sum" (a loss per token is not kept)'
+            f"label {int(labels[first])} at token {row} is outside the vocabulary of {vocabulary} entries (0 to "
+            f"{vocabulary - 1}), and it is not ignore_index ({ignore_index}); {wrong.shape[0]} labels are. Use the "
+            "tokenizer that belongs to the model, or resize its embeddings, or mark such tokens with ignore_index"
         )
-    if isinstance(num_items, Tensor):
-        if num_items.numel() != 1:
-            raise InvalidArgumentError(
-                f"linear_cross_entropy: num_items must be one number, got a tensor of shape {tuple(num_items.shape)}"
-            )
-    elif num_items is not None and not num_items > 0:
-        raise InvalidArgumentError(f"linear_cross_entropy: num_items must be positive, got {num_items}")
-    if not math.isfinite(logit_scale):
-        raise InvalidArgumentError(f"linear_cross_entropy: logit_scale must be finite, got {logit_scale}")
-    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
-        raise InvalidArgumentError(
-            f"linear_cross_entropy: softcap must be positive, got {softcap}; write None for no cap"
-        )
-    if tile_bytes < 1:
-        raise InvalidArgumentError(f"linear_cross_entropy: tile_bytes must be positive, got {tile_bytes}")
+    return labels, index
 
 
-def _check_tensors(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
-    if not hidden.is_floating_point() or not weight.is_floating_point():
-        raise InvalidTypeError(
-            f"linear_cross_entropy: hidden and weight must be floating point, got {hidden.dtype} and {weight.dtype}"
-        )
-    if labels.dtype not in (torch.int64, torch.int32):
-        raise InvalidTypeError(f"linear_cross_entropy: labels must be int64 or int32 token ids, got {labels.dtype}")
+def _operand_dtype(hidden: Tensor) -> torch.dtype:
+    """What ``F.linear`` would multiply: the hidden states' dtype, or autocast's, which leaves float64 alone."""
+    if not hidden.is_floating_point():
+        raise InvalidTypeError(f"hidden states are {hidden.dtype}: pass bf16, fp16, fp32 or float64")
+    if hidden.dtype != torch.float64 and _autocast(hidden):
+        return torch.get_autocast_dtype(hidden.device.type)
+    return hidden.dtype
+
+
+def _autocast(hidden: Tensor) -> bool:
+    return hidden.device.type != "meta" and torch.is_autocast_enabled(hidden.device.type)
+
+
+def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise InvalidArgumentError(
-            f"linear_cross_entropy: hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not fit; "
-            "expected (..., H) and (V, H)"
+            f"hidden states {tuple(hidden.shape)} do not fit a weight of {tuple(weight.shape)}: they must be (..., H) "
+            "and (vocabulary, H); pass nn.Linear's weight as it is, not transposed"
         )
     if labels.shape != hidden.shape[:-1]:
         raise InvalidArgumentError(
-            f"linear_cross_entropy: labels {tuple(labels.shape)} must have the shape of hidden {tuple(hidden.shape)} "
-            "without its last dimension (use shift_labels rather than slicing)"
+            f"labels {tuple(labels.shape)} do not fit hidden states {tuple(hidden.shape)}: one label a token is needed, "
+            f"{tuple(hidden.shape[:-1])}; shift_labels(labels) keeps the length"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise InvalidArgumentError(
-            f"linear_cross_entropy: bias {tuple(bias.shape)} must be ({weight.shape[0]},), one number a vocabulary entry"
-        )
-    if not hidden.device == weight.device == labels.device:
+        raise InvalidArgumentError(f"bias {tuple(bias.shape)} does not fit a weight of {tuple(weight.shape)}")
+
+
+def _check_dtypes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise InvalidTypeError(
-            f"linear_cross_entropy: hidden is on {hidden.device}, weight on {weight.device}, labels on {labels.device}; "
-            "move them to one device"
+            f"labels are {labels.dtype}: pass token ids as integers (class probabilities do not work)"
         )
+    if labels.device != hidden.device:
+        raise InvalidArgumentError(f"hidden states are on {hidden.device}, the labels on {labels.device}")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is None:
+            continue
+        if is_traceable_wrapper_subclass(tensor) or not tensor.is_floating_point():
+            raise InvalidTypeError(
+                f"the {name} is a {type(tensor).__name__} of {tensor.dtype}: tiles need an ordinary floating tensor; "
+                "gather a sharded one (full_tensor(), or inside the module's forward) or dequantise it first"
+            )
+        if tensor.device != hidden.device:
+            raise InvalidArgumentError(f"hidden states are on {hidden.device}, the {name} on {tensor.device}")
+        mixed = tensor.dtype != hidden.dtype
+        if mixed and (not _autocast(hidden) or torch.float64 in (tensor.dtype, hidden.dtype)):
+            raise InvalidArgumentError(
+                f"hidden states are {hidden.dtype}, the {name} {tensor.dtype}: bring them to one dtype "
+                "(hidden.to(weight.dtype)), or run under torch.autocast"
+            )
 
 
-def _check_labels(labels: Tensor, vocabulary: int, ignore_index: int) -> None:
-    if labels.numel() == 0 or not has_data(labels):
-        return
-    low, high = (int(bound) for bound in torch.stack(torch.aminmax(labels)).tolist())
-    if low < 0 or high >= vocabulary:
-        wrong = low if low < 0 else high
+def _check_options(reduction: str, logit_scale: float, softcap: float | None, tile_bytes: int) -> None:
+    if reduction not in ("mean", "sum"):
         raise InvalidArgumentError(
-            f"linear_cross_entropy: label {wrong} is outside the vocabulary of {vocabulary} entries (0..{vocabulary - 1}) "
-            f"and is not ignore_index ({ignore_index}). The tokenizer may be larger than the head: "
-            "model.resize_token_embeddings(len(tokenizer))"
+            f'reduction={reduction!r}: pass "mean" or "sum"; losses of single tokens are not kept'
         )
+    if not math.isfinite(logit_scale):
+        raise InvalidArgumentError(f"logit_scale={logit_scale}: pass a finite factor, 1.0 for none")
+    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
+        raise InvalidArgumentError(f"softcap={softcap}: pass a finite cap above 0, or None for none")
+    if tile_bytes <= 0:
+        raise InvalidArgumentError(f"tile_bytes={tile_bytes}: pass a number of bytes, such as {TILE_BYTES}")
+
+
+def _checked_divisor(num_items: int | Tensor | None, reduction: str, hidden: Tensor) -> float | Tensor | None:
+    """``num_items`` as something a loss on the device of ``hidden`` can be divided by."""
+    if num_items is None:
+        return None
+    if reduction == "sum":
+        raise InvalidArgumentError(
+            'num_items divides the loss, reduction="sum" asks for none: pass reduction="mean" to divide by num_items'
+        )
+    if isinstance(num_items, Tensor):
+        if num_items.numel() != 1:
+            raise InvalidArgumentError(f"num_items has the shape {tuple(num_items.shape)}: pass its sum, one number")
+        divisor = num_items.detach().reshape(())
+        if _without_data(divisor):
+            return divisor.to(hidden.device)
+        number = float(divisor.item())
+    else:
+        number = float(num_items)
+    if not (math.isfinite(number) and number > 0):
+        raise InvalidArgumentError(
+            f"num_items={number:g}: the loss is divided by it. It counts the tokens that are scored in the whole "
+            "accumulated batch; a batch without any must be skipped"
+        )
+    return number
+
+
+def _without_data(tensor: Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, FakeTensor)

@@ -79,7 +79,8 @@ class SavedBytes:
                 self.bytes += size
                 where = self._running[-1] if self._running else "(outside)"
                 self.by_module[where] = self.by_module.get(where, 0) + size
-        return tensor
+        # Not the tensor itself: an operator that saves its own result would then never be freed.
+        return tensor.detach()
 
     def _first_time(self, tensor: Tensor) -> bool:
         reference = StorageWeakRef(tensor.untyped_storage())

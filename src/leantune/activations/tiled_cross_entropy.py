@@ -1,10 +1,12 @@
 """The autograd function of the logits-free cross-entropy: a walk over tiles forward, and one backward."""
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.amp import is_autocast_available
 from torch.autograd.function import once_differentiable
 
 from leantune.activations.logit_tiles import LogitTiles
@@ -66,7 +68,7 @@ class TiledCrossEntropy(torch.autograd.Function):
         tile_bytes: int,
     ) -> Tensor:
         ctx.scale, ctx.softcap, ctx.operand_dtype, ctx.tile_bytes = scale, softcap, operand_dtype, tile_bytes
-        with torch.autocast(hidden.device.type, enabled=False):
+        with _without_autocast(hidden.device):
             tiles = LogitTiles(
                 hidden, index, weight, bias, scale=scale, operand_dtype=operand_dtype, tile_bytes=tile_bytes
             )
@@ -79,7 +81,7 @@ class TiledCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, index, weight, bias, labels, logsumexp = ctx.saved_tensors
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
-        with torch.autocast(hidden.device.type, enabled=False):
+        with _without_autocast(hidden.device):
             wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
             tiles = LogitTiles(
                 hidden,
@@ -105,6 +107,11 @@ class TiledCrossEntropy(torch.autograd.Function):
                 None if bias_total is None or bias is None else bias_total.to(bias.dtype),
                 *(None,) * 6,
             )
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Casts are explicit here, and backward may run inside or outside of autocast. Meta tensors know none: it raises."""
+    return torch.autocast(device.type, enabled=False) if is_autocast_available(device.type) else nullcontext()
 
 
 def _logsumexp(tiles: LogitTiles, labels: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The command line: one small file a command."""
+"""The command line: one small file a command. Only typer is imported before a command runs."""
 
 import sys
 
@@ -6,30 +6,29 @@ import typer
 
 from leantune.errors import LeantuneError
 
-app = typer.Typer(
-    name="leantune",
-    help="Fine-tune language models with all of their parameters in little more than the memory of their weights.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
 
+def command_line() -> typer.Typer:
+    """The ``leantune`` command with its sub-commands."""
+    from leantune.cli.demo import demo
+    from leantune.cli.train import EXAMPLES, train
 
-@app.callback()
-def _root() -> None:
-    """Subcommands follow."""
+    app = typer.Typer(
+        name="leantune",
+        help="Fine-tune language models with all of their parameters in little more than the memory of their weights.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    # Any key of the config is a flag, so typer must let through those it does not know.
+    app.command("train", epilog=EXAMPLES, context_settings={"ignore_unknown_options": True})(train)
+    app.command("demo")(demo)
+    return app
 
 
 def main() -> None:
-    """Entry point: a mistake of the user's ends with its message and exit code 2, not with a traceback."""
-    from leantune.cli.demo import demo
-    from leantune.cli.train import train
-
-    free = {"allow_extra_args": True, "ignore_unknown_options": True}
-    app.command("train", context_settings=free)(train)
-    app.command("demo")(demo)
+    """Entry point: a user's mistake ends with its message on stderr and exit code 2, not with a traceback."""
     try:
-        app()
+        command_line()()
     except LeantuneError as error:
         print(f"leantune: {error}", file=sys.stderr)
         sys.exit(2)

@@ -2,24 +2,37 @@
 
 import typer
 
+EXAMPLES = """Examples:
+
+leantune train config.yaml
+
+leantune train config.yaml --learning_rate 1e-4 --max-steps 100
+
+leantune train --model_name_or_path ./model --dataset rows.jsonl --output_dir runs/first
+
+leantune train config.yaml --method lora --lora_r 8 --packing
+
+leantune train config.yaml --resume
+"""
+
 
 def train(
-    context: typer.Context,
-    config: str | None = typer.Argument(None, help="YAML file of flat keys; flags override it."),
+    arguments: list[str] | None = typer.Argument(
+        None,
+        metavar="[CONFIG] [--KEY VALUE]...",
+        help="A YAML file of flat keys, and any of its keys as flags, which win: --key value, --key=value, or --key for true. "
+        "Keys are those of transformers and TRL (- and _ are one) beside leantune's own: method, optim, fused_backward, clip, "
+        "exact_savings, velora_target_modules, memory_budget, eval_split...",
+        show_default=False,
+    ),
 ) -> None:
-    """Fine-tune a model.
-
-    leantune train config.yaml --learning_rate 1e-4
-
-    leantune train --model_name_or_path ./model --dataset rows.jsonl --output_dir runs/first
-    """
-    flags = list(context.args)
-    if config is not None and config.startswith("--"):
-        flags.insert(0, config)
-        config = None
+    """Fine-tune a model: all of its parameters (method: full), or adapters (method: lora)."""
+    given = list(arguments or [])
+    path = given.pop(0) if given and not given[0].startswith("--") else None
+    # Wrong keys are told before torch and the data libraries are loaded.
     from leantune.training.config import load_config
 
-    loaded = load_config(config, flags)
+    config = load_config(path, given)
     from leantune.training.run import train as run
 
-    run(loaded)
+    run(config)

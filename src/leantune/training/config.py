@@ -82,7 +82,7 @@ class TrainConfig:
     gradient_checkpointing: bool = False
     num_train_epochs: float = 1.0
     max_steps: int = -1
-    logging_steps: int = 1
+    logging_steps: float = 1
     save_steps: float = 500
     save_total_limit: int | None = 2
     seed: int = 42

@@ -83,6 +83,7 @@ REFUSED = {
     "remove_unused_columns": "leave it out; rows hold input_ids and labels alone",
     "resume_from_checkpoint": "write resume: true; it goes on from the last whole checkpoint in output_dir",
     "auto_find_batch_size": "it starts again after an out-of-memory, with weights already moved; set memory_budget instead",
+    "push_to_hub": "upload output_dir yourself after training",
     "hub_token": "a token does not belong into the config kept beside a run; set the variable HF_TOKEN",
     "logging_nan_inf_filter": "a loss that is not finite stops the run; leave it out",
     "do_train": "it has no effect; leave it out",
@@ -133,6 +134,8 @@ def convert(key: str, value: Any, hint: Any, choices: Iterable[Any] | None = Non
         if isinstance(option, type) and issubclass(option, enum.Enum):
             choices = [member.value for member in option]
     allowed = None if choices is None else list(choices)
+    if value is False and allowed is not None and "no" in map(str, allowed):
+        value = "no"  # YAML reads a bare no as false
     if allowed is not None and not isinstance(value, dict | list) and str(value) not in map(str, allowed):
         return None, f"{key} is {value!r}; it takes {', '.join(map(str, allowed))}"
     # Sequences first: text with commas is a list where a list is allowed at all.

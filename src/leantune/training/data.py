@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from leantune.errors import ConfigError
+from leantune.training.chat import IGNORED, encode_chat
 from leantune.training.config import TrainConfig
-from leantune.training.shapes import BadRowError, Row, detect
+from leantune.training.shapes import BadRowError, Row, detect, unused_columns
 
-IGNORED = -100
 _READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
@@ -35,23 +35,35 @@ def load_data(config: TrainConfig, tokenizer: Any) -> PreparedData:
     if config.eval_dataset:
         held_out = _encode_all(_read(config.eval_dataset), config, tokenizer, config.eval_dataset, notes)
     elif config.eval_split:
-        parts = train.train_test_split(test_size=config.eval_split, seed=config.seed)
+        held = round(len(train) * config.eval_split)
+        if not 0 < held < len(train):
+            raise ConfigError(
+                f"- eval_split: {config.eval_split} of {len(train)} rows is {held}; both parts need a row"
+            )
+        parts = train.train_test_split(test_size=held, seed=config.seed)
         train, held_out = parts["train"], parts["test"]
     longest = max(len(ids) for ids in train["input_ids"])
     return PreparedData(train, held_out, notes, longest)
 
 
 def _read(source: str) -> Any:
-    """A datasets.Dataset from a file, a folder of files, or a hub name (``name`` or ``name:split``)."""
-    from datasets import load_dataset
+    """A datasets.Dataset from a file, a folder, or a hub name (``name`` or ``name:split``).
+
+    In a folder, files named as another split (test, validation) are left out: datasets' own rules of naming.
+    """
+    from datasets import load_dataset, load_from_disk
 
     path = Path(source)
     try:
+        if (path / "state.json").is_file():
+            return load_from_disk(source)
         if path.is_dir():
-            files = sorted(str(file) for file in path.iterdir() if file.suffix in _READERS)
-            if not files:
+            endings = {file.suffix for file in path.rglob("*") if file.suffix in _READERS}
+            if not endings:
                 raise ConfigError(f"- dataset: no .jsonl, .json, .csv or .parquet file in {path}")
-            return load_dataset(_READERS[Path(files[0]).suffix], data_files=files, split="train")
+            if len({_READERS[ending] for ending in endings}) > 1:
+                raise ConfigError(f"- dataset: {path} mixes {', '.join(sorted(endings))} files; name the one to use")
+            return load_dataset(source, split="train")
         if path.is_file():
             if path.suffix not in _READERS:
                 raise ConfigError(f"- dataset: {path} ends in {path.suffix!r}; files end in {', '.join(_READERS)}")
@@ -65,15 +77,17 @@ def _read(source: str) -> Any:
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(
-            f"- dataset {source!r} cannot be read: {type(error).__name__}: {str(error).splitlines()[0]}"
-        ) from error
+        cause = error.__cause__ or error
+        lines = str(cause).splitlines() or [""]
+        raise ConfigError(f"- dataset {source!r} cannot be read: {type(cause).__name__}: {lines[0]}") from error
 
 
 def _encode_all(rows: Any, config: TrainConfig, tokenizer: Any, source: str, notes: list[str]) -> Any:
     from datasets import Dataset
 
     convert = detect(list(rows.column_names))
+    if unused := unused_columns(list(rows.column_names)):
+        notes.append(f"{source}: not used: the columns {', '.join(unused)}")
     encoded: list[Row] = []
     bad: list[str] = []
     for number, row in enumerate(rows, 1):
@@ -98,44 +112,39 @@ def _encode_all(rows: Any, config: TrainConfig, tokenizer: Any, source: str, not
 
 
 def encode(row: Row, tokenizer: Any) -> tuple[list[int], list[int]]:
-    """(input_ids, labels) of one converted row; raises BadRowError."""
+    """(input_ids, labels) of one converted row, before truncation.
+
+    Raises BadRowError where the row cannot be used, ConfigError where the tokenizer cannot be.
+    """
+    if "messages" in row:
+        return encode_chat(row["messages"], tokenizer, row.get("learnt_from", 0))
+    if tokenizer.eos_token_id is None:
+        raise ConfigError("- the tokenizer has no eos_token, so the model could not learn to stop; give it one")
     if "text" in row:
-        ids = tokenizer(row["text"])["input_ids"] + [tokenizer.eos_token_id]
+        ids = _ended(_tokens(row["text"], tokenizer), tokenizer)
         return ids, list(ids)
-    if "prompt" in row:
-        prompt = tokenizer(row["prompt"])["input_ids"]
-        answer = tokenizer(row["completion"], add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
-        return prompt + answer, [IGNORED] * len(prompt) + answer
-    return _encode_chat(row["messages"], tokenizer)
+    prompt = _tokens(row["prompt"], tokenizer)
+    while prompt and prompt[-1] == tokenizer.eos_token_id:
+        prompt.pop()  # a tokenizer that ends every text would end the prompt before its completion
+    whole = _ended(_tokens(row["prompt"] + row["completion"], tokenizer), tokenizer)
+    if whole[: len(prompt)] == prompt:
+        answer = whole[len(prompt) :]
+    else:
+        # A token spans the border. The prompt is kept as it will be tokenised when the model is asked.
+        answer = _ended(tokenizer(row["completion"], add_special_tokens=False)["input_ids"], tokenizer)
+    return prompt + answer, [IGNORED] * len(prompt) + answer
 
 
-def _encode_chat(messages: list[dict[str, str]], tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Assistant turns by rendering prefixes: the turn is what its rendering adds to the rendering that asks for it."""
-    if not any(message["role"] == "assistant" for message in messages):
-        raise BadRowError("it has no assistant turn to learn from")
-    if not tokenizer.chat_template:
-        raise ConfigError(
-            "- the tokenizer has no chat template; give prompt/completion or text data, or a chat model's tokenizer"
-        )
-    ids = _render(messages, tokenizer, False)
-    labels = [IGNORED] * len(ids)
-    for place, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        start = _render(messages[:place], tokenizer, True)
-        end = _render(messages[: place + 1], tokenizer, False)
-        if ids[: len(start)] != start or ids[: len(end)] != end:
-            raise BadRowError(
-                "the chat template does not render turns one after another, so assistant tokens cannot be told"
-            )
-        stop = len(end)
-        if tokenizer.eos_token_id in end[len(start) :]:
-            # What follows the end of the turn (a newline) is the template's, not the model's to say.
-            stop = len(end) - end[::-1].index(tokenizer.eos_token_id)
-        labels[len(start) : stop] = ids[len(start) : stop]
-    return ids, labels
+def _tokens(text: str, tokenizer: Any) -> list[int]:
+    """``text`` with the tokenizer's special tokens, and no second BOS where the text brings its own."""
+    bos = tokenizer.bos_token
+    own = bool(bos) and text.startswith(bos)
+    return list(tokenizer(text, add_special_tokens=not own)["input_ids"])
 
 
-def _render(messages: list[dict[str, str]], tokenizer: Any, ask: bool) -> list[int]:
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+def _ended(ids: list[int], tokenizer: Any) -> list[int]:
+    """``ids`` and one EOS, whether or not the text or the tokenizer has brought its own."""
+    end = tokenizer.eos_token_id
+    while ids and ids[-1] == end:
+        ids = ids[:-1]
+    return [*ids, end]

@@ -20,6 +20,7 @@ from leantune.memory import MemoryTimeline, MemoryTracker, Plan, parse_size, pla
 from leantune.memory.plots import plot_memory
 from leantune.training.config import TrainConfig
 from leantune.training.data import PreparedData, load_data
+from leantune.training.identity import check_identity, write_identity
 from leantune.training.log import RunLog
 from leantune.training.optimizers import build_optimizer
 from leantune.training.progress import ProgressBar
@@ -69,6 +70,8 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     set_seed(config.seed)
     tokenizer = _tokenizer(config)
     data = load_data(config, tokenizer)
+    if resume_from is not None:
+        check_identity(config, data, output)
     model = _model(config)
     if config.exact_savings:
         check_exact_loss(model)
@@ -82,6 +85,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     plan = _plan(config, trainer, data)
     output.mkdir(parents=True, exist_ok=True)
     (output / "leantune_config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    write_identity(config, data, output)
     if plan is not None:
         plan.save(output)
     header(console, config, trainer, data, plan)
@@ -104,8 +108,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
             trainer.fused.remove()
     seconds = time.perf_counter() - start - probe.seconds
     after = trainer.held_out_loss()
-    trainer.save_model(str(output))
-    tokenizer.save_pretrained(str(output))
+    trainer.save_whole(output)
     timeline = probe.timeline
     if timeline is not None:
         (output / "memory_profile.json").write_text(json.dumps(timeline.to_json()) + "\n", encoding="utf-8")
@@ -207,8 +210,9 @@ def _trainer(
         "weight_decay": config.weight_decay,
         "adam_beta1": config.betas[0],
         "adam_beta2": config.betas[1],
+        "adam_epsilon": config.adam_epsilon,
         # transformers clips before step(); under fused backward gradients are gone by then and the hooks clip.
-        "max_grad_norm": 0.0 if config.fused else (config.max_grad_norm if config.max_grad_norm is not None else 1.0),
+        "max_grad_norm": _transformers_bound(config),
         "bf16": config.bf16,
         "fp16": False,
         "max_length": config.max_length,
@@ -240,6 +244,8 @@ def _trainer(
         args = SFTConfig(**{**arguments, **config.extra})
     except (TypeError, ValueError) as error:
         raise ConfigError(f"- {error}") from error
+    if args.n_gpu > 1:
+        args._n_gpu = 1  # transformers would copy the model to every GPU it sees; one device a process (trap P14)
     optimizer = build_optimizer(config, model) if config.ours else None
     return LeanTrainer(
         config,
@@ -251,6 +257,13 @@ def _trainer(
         processing_class=tokenizer,
         optimizers=(optimizer, None),
     )
+
+
+def _transformers_bound(config: TrainConfig) -> float:
+    """The norm transformers clips to; 0 is off. Its own default, 1.0, holds for an ordinary backward."""
+    if config.fused or config.clip == "none":
+        return 0.0
+    return 1.0 if config.max_grad_norm is None else config.max_grad_norm
 
 
 def _plan(config: TrainConfig, trainer: LeanTrainer, data: PreparedData) -> Plan | None:
@@ -298,12 +311,14 @@ class _MemoryProbe(TrainerCallback):
         self._trainer = trainer
         self._tracker: MemoryTracker | None = None
         self.timeline: MemoryTimeline | None = None
+        self._first: int | None = None
         self.seconds = 0.0
         self.tokens = 0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Start before the second step."""
-        if self.timeline is None and state.global_step == min(1, state.max_steps - 1):
+        first = self._first = state.global_step if self._first is None else self._first
+        if self.timeline is None and state.global_step == min(first + 1, state.max_steps - 1):
             optimizer: Any = self._trainer.optimizer
             self._start, self._tokens = time.perf_counter(), self._trainer.tokens_seen
             self._tracker = MemoryTracker(self._trainer.model, getattr(optimizer, "optimizer", optimizer)).start()

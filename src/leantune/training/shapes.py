@@ -1,4 +1,4 @@
-"""The shapes of data people have, each turned into messages or text."""
+"""The shapes of data people have, each turned into messages, a prompt with its completion, or text."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,70 +37,103 @@ def detect(columns: list[str]) -> Callable[[Row], Row]:
     """The converter for data with these columns. It maps a row to {"messages": [...]} or {"prompt", "completion"} or {"text"}.
 
     Raises ConfigError naming the columns and the accepted shapes (trap P8).
+
+    >>> detect(["instruction", "output"])({"instruction": "Name a colour.", "output": "Red"})["messages"][1]
+    {'role': 'assistant', 'content': 'Red'}
     """
-    for needed, convert in (
-        ({"messages"}, _messages),
-        ({"conversations"}, _sharegpt),
-        ({"prompt", "completion"}, _prompt),
-        ({"instruction", "output"}, _alpaca),
-        ({"text"}, _text),
+    return _shape(columns)[1]
+
+
+def unused_columns(columns: list[str]) -> list[str]:
+    """The columns that the detected shape does not read; training goes on without them, so the header names them.
+
+    >>> unused_columns(["id", "prompt", "completion"])
+    ['id']
+    """
+    read = _shape(columns)[0]
+    return [column for column in columns if column not in read]
+
+
+def _shape(columns: list[str]) -> tuple[set[str], Callable[[Row], Row]]:
+    """(columns read, converter)."""
+    for needed, optional, convert in (
+        ({"messages"}, set(), _messages),
+        ({"conversations"}, {"system"}, _sharegpt),
+        ({"prompt", "completion"}, set(), _prompt),
+        ({"instruction", "output"}, {"input", "system"}, _alpaca),
+        ({"text"}, set(), _text),
     ):
         if needed <= set(columns):
-            return convert
+            return needed | optional, convert
     raise ConfigError(
         f"- the data has the columns {', '.join(columns) or 'none'}, which is no shape known here.\n{ACCEPTED}"
     )
 
 
 def _messages(row: Row) -> Row:
-    return {"messages": [_turn(turn, "role", "content") for turn in _turns(row["messages"])]}
+    return {"messages": _conversation(row["messages"])}
 
 
 def _sharegpt(row: Row) -> Row:
-    return {"messages": [_turn(turn, "from", "value") for turn in _turns(row["conversations"])]}
+    return {"messages": _system(row) + _conversation(row["conversations"])}
 
 
 def _prompt(row: Row) -> Row:
     prompt, completion = row["prompt"], row["completion"]
-    if isinstance(prompt, list):
-        return {"messages": [_turn(turn, "role", "content") for turn in [*prompt, *_turns(completion)]]}
-    return {"prompt": _words(prompt, "prompt"), "completion": _words(completion, "completion")}
+    if isinstance(prompt, list) != isinstance(completion, list):
+        raise BadRowError("prompt and completion must both be text, or both be lists of messages")
+    if not isinstance(prompt, list):
+        return {"prompt": _words(prompt, "prompt"), "completion": _words(completion, "completion")}
+    asked, answer = _conversation(prompt), _conversation(completion)
+    if any(turn["role"] != "assistant" for turn in answer[:1]):
+        raise BadRowError("completion does not begin with an assistant turn")
+    # Assistant turns of the prompt are examples to read, not answers to learn.
+    return {"messages": asked + answer, "learnt_from": len(asked)}
 
 
 def _alpaca(row: Row) -> Row:
     question = _words(row["instruction"], "instruction")
     if row.get("input"):
         question = f"{question}\n\n{row['input']}"
-    return {
-        "messages": [
-            {"role": "user", "content": question},
-            {"role": "assistant", "content": _words(row["output"], "output")},
-        ]
-    }
+    answer = {"role": "assistant", "content": _words(row["output"], "output")}
+    return {"messages": [*_system(row), {"role": "user", "content": question}, answer]}
 
 
 def _text(row: Row) -> Row:
     return {"text": _words(row["text"], "text")}
 
 
-def _turns(turns: Any) -> list[Any]:
+def _system(row: Row) -> list[dict[str, str]]:
+    """The system turn of a column of that name, if it holds one."""
+    return [{"role": "system", "content": _words(row["system"], "system")}] if row.get("system") else []
+
+
+def _conversation(turns: Any) -> list[dict[str, str]]:
+    """Turns under role/content or from/value; an empty system turn says nothing and is left out."""
     if not isinstance(turns, list) or not turns:
         raise BadRowError("it has no turns")
-    return turns
+    converted = []
+    for turn in turns:
+        role, content = _role_and_content(turn)
+        if role != "system" or (isinstance(content, str) and content.strip()):
+            converted.append({"role": role, "content": _words(content, f"a turn of {role}")})
+    if not converted:
+        raise BadRowError("it has no turns")
+    return converted
 
 
-def _turn(turn: Any, role_key: str, text_key: str) -> dict[str, str]:
-    if not isinstance(turn, dict) or role_key not in turn or text_key not in turn:
-        raise BadRowError(f"a turn lacks {role_key!r} or {text_key!r}")
-    role = turn[role_key]
-    if role not in _ROLES:
-        raise BadRowError(f"a turn has the role {role!r}; known: {', '.join(_ROLES)}")
-    return {"role": _ROLES[role], "content": _words(turn[text_key], f"a turn of {_ROLES[role]}")}
+def _role_and_content(turn: Any) -> tuple[str, Any]:
+    for role_key, text_key in (("role", "content"), ("from", "value")):
+        if isinstance(turn, dict) and turn.get(role_key) is not None:
+            if turn[role_key] not in _ROLES:
+                raise BadRowError(f"a turn has the role {turn[role_key]!r}; known: {', '.join(_ROLES)}")
+            return _ROLES[turn[role_key]], turn.get(text_key)
+    raise BadRowError("a turn lacks 'role' and 'content' (or 'from' and 'value')")
 
 
 def _words(value: Any, what: str) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise BadRowError(
-            f"{what} is empty" if value in (None, "") or isinstance(value, str) else f"{what} is not text"
-        )
+    if value is None or (isinstance(value, str) and not value.strip()):
+        raise BadRowError(f"{what} is empty")
+    if not isinstance(value, str):
+        raise BadRowError(f"{what} is not text")
     return value

@@ -34,6 +34,9 @@ class LeanTrainer(SFTTrainer):
             None  # names of parameters that got a gradient; None once that has been checked
         )
 
+    def _send_telemetry(self) -> None:
+        """TRL reports every trainer that is built to the hub; nothing is sent from here."""
+
     # -- one step ---------------------------------------------------------------------------------------------------
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
@@ -111,6 +114,11 @@ class LeanTrainer(SFTTrainer):
 
     def _summed_loss(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """(sum of the losses of trained tokens, how many there are)."""
+        # The decoder is called past model.forward, where accelerate has put its autocast.
+        with self.accelerator.autocast():
+            return self._summed(model, inputs)
+
+    def _summed(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
         labels = shift_labels(inputs["labels"])
         fed = {key: value for key, value in inputs.items() if key not in _UNUSED}
         if self.lean.exact_savings:
@@ -212,6 +220,22 @@ class LeanTrainer(SFTTrainer):
         os.replace(written, final)
         shutil.rmtree(aside, ignore_errors=True)
         self._drop_old_checkpoints()
+
+    def save_whole(self, folder: Path) -> None:
+        """Model, tokenizer and VeLoRA's directions into ``folder``, each file written aside and renamed into place."""
+        aside = folder / ".saving"
+        shutil.rmtree(aside, ignore_errors=True)
+        self.save_model(str(aside))
+        if self.velora is not None:
+            self.velora.save(aside / VELORA_FILE)
+        for path in sorted(aside.rglob("*")):
+            if path.is_file():
+                place = folder / path.relative_to(aside)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+                os.replace(path, place)
+        shutil.rmtree(aside, ignore_errors=True)
 
     _aside: Path | None = None
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from leantune.activations.velora.linear import velora_linear
 from leantune.activations.velora.projection import SubTokens, kept_energy, mean_direction
@@ -106,7 +107,16 @@ class VeloraHandle:
             layer.wide = needs_fp32_products(layer.module.weight.dtype) and layer.module.weight.device.type == "cpu"
 
     def remove(self) -> None:
-        """Restore every layer exactly as it was."""
+        """Restore every layer exactly as it was.
+
+        Raises StateMismatchError, nothing changed, where something else has replaced a layer's forward since.
+        """
+        for layer in self._layers:
+            if getattr(layer.module.__dict__.get("forward"), "__func__", None) is not _forward:
+                raise StateMismatchError(
+                    f"the forward of {layer.name} was replaced after apply_velora (hooks of another library do that); "
+                    "restoring it would drop that change. Remove the later change first."
+                )
         for layer in self._layers:
             delattr(layer.module, _MARK)
             del layer.module.forward
@@ -157,12 +167,13 @@ def _forward(module: nn.Linear, x: Tensor) -> Tensor:
     layer: _Layer = getattr(module, _MARK)
     if not (module.training and torch.is_grad_enabled() and module.weight.requires_grad):
         return nn.functional.linear(x, module.weight, module.bias)
-    if layer.v is None or layer.v.device != x.device:
-        flat = x.detach().reshape(-1, layer.cut.features)
-        if x.device.type == "meta" or type(x) is not Tensor:
-            v = flat.new_empty((layer.cut.size,), dtype=torch.float32)  # a trace must not set the direction
-            return velora_linear(x, module.weight, module.bias, v, layer.cut, layer.wide)[0]
-        layer.v = mean_direction(flat, layer.cut) if layer.v is None else layer.v.to(x.device)
+    if x.is_meta or isinstance(x, FakeTensor):
+        # A trace for planning: it must neither set the direction nor change what is known of the last real batch.
+        v = x.detach().new_empty((layer.cut.size,), dtype=torch.float32)
+        return velora_linear(x, module.weight, module.bias, v, layer.cut, layer.wide)[0]
+    if layer.v is None:
+        layer.v = mean_direction(x.detach().reshape(-1, layer.cut.features), layer.cut)
+    layer.v = layer.v.to(x.device)
     y, z = velora_linear(x, module.weight, module.bias, layer.v, layer.cut, layer.wide)
     layer.tokens = z.shape[0]
     layer.exact_bytes, layer.kept_bytes = z.shape[0] * layer.cut.features * z.itemsize, z.nbytes

@@ -31,7 +31,9 @@ class VeloraLinear(torch.autograd.Function):
         flat = grad_output.reshape(-1, grad_output.shape[-1])
         grad_x = None
         if needs_x:
-            grad_x = input_gradient(flat, weight).view(*grad_output.shape[:-1], -1) if ctx.wide else grad_output @ weight
+            grad_x = (
+                input_gradient(flat, weight).view(*grad_output.shape[:-1], -1) if ctx.wide else grad_output @ weight
+            )
         grad_weight = weight_gradient(flat, z, v, ctx.cut) if needs_weight else None
         grad_bias = flat.sum(dim=0) if needs_bias else None
         return grad_x, grad_weight, grad_bias, None, None, None, None

@@ -8,12 +8,16 @@ where M does not divide D. v is one unit vector of size M. Kept: Z = <sub-token,
 so dW is an outer product and X is never rebuilt. Source: Miles et al. 2024, arXiv 2405.17991.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from leantune.errors import InvalidArgumentError, NonFiniteError
+
+_TILE_ELEMENTS = 1 << 18
+"""Elements reduced at a time: 1 MiB in fp32."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,10 @@ def mean_direction(x: Tensor, cut: SubTokens) -> Tensor:
 
     Raises NonFiniteError where the mean is NaN or Inf. A mean of exactly zero has no direction: the constant vector stands in.
     """
-    column = x.mean(dim=0, dtype=torch.float32)
+    column = x.new_zeros(cut.features, dtype=torch.float32)
+    for rows in _row_tiles(x):
+        column += rows.sum(dim=0, dtype=torch.float32)
+    column /= max(1, x.shape[0])
     padded = torch.nn.functional.pad(column, (0, cut.groups * cut.size - cut.features))
     mean = padded.view(cut.groups, cut.size).mean(dim=0)
     norm = torch.linalg.vector_norm(mean)
@@ -60,6 +67,11 @@ def mean_direction(x: Tensor, cut: SubTokens) -> Tensor:
     if float(norm) == 0:
         return torch.full_like(mean, cut.size**-0.5)
     return mean / norm
+
+
+def _row_tiles(x: Tensor) -> Iterator[Tensor]:
+    """``x`` (N, D) some rows at a time: a CPU reduces bf16 by way of an fp32 copy of what it is given."""
+    return iter(x.split(max(1, _TILE_ELEMENTS // max(1, x.shape[1]))))
 
 
 def project(x: Tensor, v: Tensor, cut: SubTokens) -> Tensor:
@@ -78,10 +90,17 @@ def weight_gradient(grad_output: Tensor, z: Tensor, v: Tensor, cut: SubTokens) -
     """dW, (out, D), from dY (N, out), Z (N, groups) and v: the outer product of C = dY^T Z with v, its padding cut off."""
     # In fp32: small, and rounded once when the product with v is.
     coefficients = grad_output.t().float() @ z.float()
-    return (coefficients.unsqueeze(2) * v.to(coefficients.dtype)).flatten(1)[:, : cut.features].to(grad_output.dtype).contiguous()
+    return (
+        (coefficients.unsqueeze(2) * v.to(coefficients.dtype))
+        .flatten(1)[:, : cut.features]
+        .to(grad_output.dtype)
+        .contiguous()
+    )
 
 
 def kept_energy(x: Tensor, z: Tensor) -> Tensor:
     """|Z|^2 / |X|^2, fp32 of no dimensions: the share of the activations' energy that the projection keeps."""
-    total = torch.linalg.vector_norm(x.detach(), dtype=torch.float32).square()
+    total = x.new_zeros((), dtype=torch.float32)
+    for rows in _row_tiles(x.detach().reshape(-1, x.shape[-1])):
+        total += torch.linalg.vector_norm(rows, dtype=torch.float32).square()
     return torch.linalg.vector_norm(z.detach(), dtype=torch.float32).square() / total.clamp(min=1e-30)

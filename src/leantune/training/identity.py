@@ -1,0 +1,66 @@
+"""What a resumed run must share with the run it goes on from, so that it continues and does not start something else."""
+
+import hashlib
+import json
+from array import array
+from pathlib import Path
+from typing import Any
+
+from leantune.errors import StateMismatchError
+from leantune.training.config import TrainConfig
+from leantune.training.data import PreparedData
+
+IDENTITY_FILE = "run_identity.json"
+_SETTINGS = (
+    "method", "optim", "dtype", "bf16", "max_length", "packing", "per_device_train_batch_size",
+    "gradient_accumulation_steps", "seed", "fused", "clip_mode", "max_grad_norm", "carry_rank", "momentum_planes",
+    "block_size", "rounding", "master_bits", "velora_target_modules", "velora_num_groups", "lora_r",
+    "lora_target_modules",
+)  # fmt: skip
+_EXTRA = ("packing_strategy", "data_seed", "shuffle_dataset", "dataloader_drop_last")
+
+
+def identity(config: TrainConfig, data: PreparedData) -> dict[str, Any]:
+    """Settings that decide order, batches and state, and a digest of the tokenised rows. JSON-ready."""
+    values: dict[str, Any] = {key: getattr(config, key) for key in _SETTINGS}
+    values |= {key: config.extra[key] for key in _EXTRA if key in config.extra}
+    values = json.loads(json.dumps(values))
+    return {**values, "rows": len(data.train), "data": _digest(data.train)}
+
+
+def write_identity(config: TrainConfig, data: PreparedData, folder: Path) -> None:
+    """Leave what `check_identity` compares with in ``folder``."""
+    (folder / IDENTITY_FILE).write_text(json.dumps(identity(config, data), indent=2) + "\n", encoding="utf-8")
+
+
+def check_identity(config: TrainConfig, data: PreparedData, folder: Path) -> None:
+    """Raise StateMismatchError naming every difference between this run and the one whose checkpoints lie in ``folder``.
+
+    Learning rate, schedule, number of steps, evaluation and logging may change: they change what comes, not what was.
+    """
+    path = folder / IDENTITY_FILE
+    if not path.is_file():
+        return
+    before, now = json.loads(path.read_text(encoding="utf-8")), identity(config, data)
+    different = [
+        f"- {key} was {before.get(key)!r} and is {now.get(key)!r}"
+        for key in sorted({*before, *now})
+        if before.get(key) != now.get(key) and key != "data"
+    ]
+    if before.get("data") != now["data"]:
+        different.append("- the training rows are others than those it was started with")
+    if different:
+        raise StateMismatchError(
+            f"this is not the run whose checkpoints are in {folder}:\n"
+            + "\n".join(different)
+            + "\nGive the settings and the data "
+            f"it was started with ({folder / 'leantune_config.yaml'}), or another output_dir to start anew."
+        )
+
+
+def _digest(rows: Any) -> str:
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(array("q", row["input_ids"]).tobytes())
+        digest.update(array("q", row["labels"]).tobytes())
+    return digest.hexdigest()

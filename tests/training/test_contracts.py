@@ -1,0 +1,147 @@
+"""What a run promises beside learning: nothing is sent, nothing set is ignored, a resumed run is the same run."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from leantune.errors import StateMismatchError
+from leantune.training.config import TrainConfig, build_config
+from leantune.training.run import TrainResult, train
+from leantune.training.trainer import LeanTrainer
+
+QUIET = Console(quiet=True)
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> str:
+    path = tmp_path / "rows.jsonl"
+    lines = [{"text": f"Row {number} says {number * 7 % 11} and {'x' * (number % 5)}."} for number in range(12)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def config(model: str, rows: str, output: Path, **more) -> TrainConfig:
+    values = {
+        "model_name_or_path": model, "dataset": rows, "output_dir": str(output), "learning_rate": 1e-3, "max_length": 32,
+        "per_device_train_batch_size": 4, "save_steps": 100, "max_steps": 4,
+    }  # fmt: skip
+    return build_config({**values, **more})
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+def losses(result: TrainResult) -> list[float]:
+    return [row["loss"] for row in result.log if "loss" in row]
+
+
+def test_p13_resuming_in_a_later_epoch_continues_bit_for_bit_and_is_measured(
+    tiny_model_path: str, rows: str, tmp_path: Path
+) -> None:
+    more = {"max_steps": 9, "save_steps": 5, "save_total_limit": 5}  # three steps an epoch: step 5 is in the second
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    train(config(tiny_model_path, rows, whole, **more), console=QUIET)
+    broken.mkdir()
+    shutil.copytree(whole / "checkpoint-5", broken / "checkpoint-5")
+    shutil.copy(whole / "run_identity.json", broken)
+    result = train(config(tiny_model_path, rows, broken, resume=True, **more), console=QUIET)
+    assert result.memory_by_part["weights"] > 0 and (broken / "memory.png").exists()
+    expected, resumed = weights(whole), weights(broken)
+    assert all(torch.equal(expected[name], resumed[name]) for name in expected)
+    assert not list(whole.glob(".saving*"))
+
+
+def test_p13_a_run_is_not_resumed_as_another_one(tiny_model_path: str, rows: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    train(config(tiny_model_path, rows, out, save_steps=2, max_steps=2), console=QUIET)
+    with pytest.raises(StateMismatchError, match=r"per_device_train_batch_size was 4 and is 2"):
+        train(config(tiny_model_path, rows, out, resume=True, per_device_train_batch_size=2), console=QUIET)
+    Path(rows).write_text(Path(rows).read_text().replace("Row 3", "Row 33"))
+    with pytest.raises(StateMismatchError, match="rows are others"):
+        train(config(tiny_model_path, rows, out, resume=True), console=QUIET)
+
+
+def test_g2_accumulated_micro_batches_train_as_one_batch(tiny_model_path: str, rows: str, tmp_path: Path) -> None:
+    more = {"dtype": "float32", "optim": "adamw", "fused_backward": False, "max_steps": 3}
+    one = train(config(tiny_model_path, rows, tmp_path / "one", **more), console=QUIET)
+    parts = {**more, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    two = train(config(tiny_model_path, rows, tmp_path / "two", **parts), console=QUIET)
+    assert losses(one) == pytest.approx(losses(two), rel=1e-4)
+
+
+@pytest.mark.parametrize("clip", ["per_tensor", "global"])
+def test_g3_the_schedule_of_a_fused_run_is_that_of_an_ordinary_one(
+    tiny_model_path: str, rows: str, tmp_path: Path, clip: str
+) -> None:
+    more = {"lr_scheduler_type": "cosine", "warmup_steps": 2}
+    fused = train(config(tiny_model_path, rows, tmp_path / "fused", clip=clip, **more), console=QUIET)
+    plain = train(config(tiny_model_path, rows, tmp_path / "plain", optim="adamw_torch", **more), console=QUIET)
+    rates = [[row["learning_rate"] for row in result.log if "loss" in row] for result in (fused, plain)]
+    assert rates[0] == rates[1] and len(set(rates[0])) > 2
+
+
+def test_g1_global_clipping_of_a_fused_run_is_that_of_transformers(
+    tiny_model_path: str, rows: str, tmp_path: Path
+) -> None:
+    more = {"dtype": "float32", "optim": "adamw", "max_grad_norm": 0.05}
+    fused = train(config(tiny_model_path, rows, tmp_path / "fused", **more), console=QUIET)
+    plain = train(config(tiny_model_path, rows, tmp_path / "plain", fused_backward=False, **more), console=QUIET)
+    norms = [[row["grad_norm"] for row in result.log if "loss" in row] for result in (fused, plain)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3) and min(norms[0]) > 0.05
+    assert losses(fused) == pytest.approx(losses(plain), rel=1e-4)
+
+
+def test_p5_autocast_reaches_the_loss_without_logits(
+    tiny_model_path: str, rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[torch.dtype] = []
+    step = LeanTrainer.training_step
+
+    def watched(self, model, *arguments, **more):
+        layer = self.model.get_decoder().layers[0].mlp.down_proj
+        hook = layer.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+        loss = step(self, model, *arguments, **more)
+        hook.remove()
+        return loss
+
+    monkeypatch.setattr(LeanTrainer, "training_step", watched)
+    train(config(tiny_model_path, rows, tmp_path / "out", dtype="float32", bf16=True, max_steps=1), console=QUIET)
+    assert set(seen) == {torch.bfloat16}
+
+
+def test_nothing_is_sent(tiny_model_path: str, rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import trl.trainer.base_trainer
+
+    def refuse(*arguments, **more):
+        raise AssertionError("telemetry was sent")
+
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setattr(trl.trainer.base_trainer, "send_telemetry", refuse)
+    train(config(tiny_model_path, rows, tmp_path / "out", max_steps=1), console=QUIET)
+
+
+def test_p11_a_bare_no_and_fractions_are_what_people_mean_by_them() -> None:
+    made = build_config({"model_name_or_path": "m", "dataset": "d", "save_strategy": False, "logging_steps": 0.25})
+    assert made.extra["save_strategy"] == "no" and made.logging_steps == 0.25
+
+
+def test_g1_clipping_can_be_turned_off_for_an_ordinary_backward(
+    tiny_model_path: str, rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bounds: list[float] = []
+    build = LeanTrainer.__init__
+
+    def watched(self, *arguments, **more):
+        bounds.append(more["args"].max_grad_norm)
+        build(self, *arguments, **more)
+
+    monkeypatch.setattr(LeanTrainer, "__init__", watched)
+    more = {"optim": "adamw_torch", "clip": "none", "max_steps": 1}
+    result = train(config(tiny_model_path, rows, tmp_path / "out", **more), console=QUIET)
+    assert bounds == [0.0] and [row["grad_norm"] > 0 for row in result.log if "loss" in row] == [True]
