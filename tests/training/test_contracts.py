@@ -10,11 +10,21 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from leantune.errors import StateMismatchError
+from leantune.training import run as run_module
 from leantune.training.config import TrainConfig, build_config
+from leantune.training.log import RunLog
 from leantune.training.run import TrainResult, train
 from leantune.training.trainer import LeanTrainer
 
 QUIET = Console(quiet=True)
+
+
+@pytest.fixture
+def light(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs without plan and pictures, which have tests of their own and take longer than a tiny run."""
+    monkeypatch.setattr(run_module, "_plan", lambda *arguments: None)
+    monkeypatch.setattr(run_module, "plot_memory", lambda *arguments, **more: None)
+    monkeypatch.setattr(RunLog, "plot", lambda *arguments: None)
 
 
 @pytest.fixture
@@ -57,6 +67,7 @@ def test_p13_resuming_in_a_later_epoch_continues_bit_for_bit_and_is_measured(
     assert not list(whole.glob(".saving*"))
 
 
+@pytest.mark.usefixtures("light")
 def test_p13_a_run_is_not_resumed_as_another_one(tiny_model_path: str, rows: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     train(config(tiny_model_path, rows, out, save_steps=2, max_steps=2), console=QUIET)
@@ -67,6 +78,7 @@ def test_p13_a_run_is_not_resumed_as_another_one(tiny_model_path: str, rows: str
         train(config(tiny_model_path, rows, out, resume=True), console=QUIET)
 
 
+@pytest.mark.usefixtures("light")
 def test_g2_accumulated_micro_batches_train_as_one_batch(tiny_model_path: str, rows: str, tmp_path: Path) -> None:
     more = {"dtype": "float32", "optim": "adamw", "fused_backward": False, "max_steps": 3}
     one = train(config(tiny_model_path, rows, tmp_path / "one", **more), console=QUIET)
@@ -75,6 +87,7 @@ def test_g2_accumulated_micro_batches_train_as_one_batch(tiny_model_path: str, r
     assert losses(one) == pytest.approx(losses(two), rel=1e-4)
 
 
+@pytest.mark.usefixtures("light")
 @pytest.mark.parametrize("clip", ["per_tensor", "global"])
 def test_g3_the_schedule_of_a_fused_run_is_that_of_an_ordinary_one(
     tiny_model_path: str, rows: str, tmp_path: Path, clip: str
@@ -86,6 +99,7 @@ def test_g3_the_schedule_of_a_fused_run_is_that_of_an_ordinary_one(
     assert rates[0] == rates[1] and len(set(rates[0])) > 2
 
 
+@pytest.mark.usefixtures("light")
 def test_g1_global_clipping_of_a_fused_run_is_that_of_transformers(
     tiny_model_path: str, rows: str, tmp_path: Path
 ) -> None:
@@ -97,6 +111,7 @@ def test_g1_global_clipping_of_a_fused_run_is_that_of_transformers(
     assert losses(fused) == pytest.approx(losses(plain), rel=1e-4)
 
 
+@pytest.mark.usefixtures("light")
 def test_p5_autocast_reaches_the_loss_without_logits(
     tiny_model_path: str, rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,6 +130,7 @@ def test_p5_autocast_reaches_the_loss_without_logits(
     assert set(seen) == {torch.bfloat16}
 
 
+@pytest.mark.usefixtures("light")
 def test_nothing_is_sent(tiny_model_path: str, rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import trl.trainer.base_trainer
 
@@ -131,6 +147,7 @@ def test_p11_a_bare_no_and_fractions_are_what_people_mean_by_them() -> None:
     assert made.extra["save_strategy"] == "no" and made.logging_steps == 0.25
 
 
+@pytest.mark.usefixtures("light")
 def test_g1_clipping_can_be_turned_off_for_an_ordinary_backward(
     tiny_model_path: str, rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -223,8 +223,11 @@ def _trainer(
         "disable_tqdm": True,
         "data_seed": config.seed,
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
-        "gradient_checkpointing": config.gradient_checkpointing,
-        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        "activation_checkpointing": config.gradient_checkpointing,
+        "activation_checkpointing_kwargs": {
+            "use_reentrant": False,
+            **(config.extra.get("gradient_checkpointing_kwargs") or {}),
+        },
         "num_train_epochs": config.num_train_epochs,
         "max_steps": config.max_steps,
         "logging_steps": config.logging_steps,
@@ -241,7 +244,8 @@ def _trainer(
     if not config.ours:
         arguments["optim"] = config.optim
     try:
-        args = SFTConfig(**{**arguments, **config.extra})
+        extra = {key: value for key, value in config.extra.items() if key != "gradient_checkpointing_kwargs"}
+        args = SFTConfig(**{**arguments, **extra})
     except (TypeError, ValueError) as error:
         raise ConfigError(f"- {error}") from error
     if args.n_gpu > 1:

@@ -5,12 +5,14 @@ import re
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from leantune.activations.velora.linear import velora_linear
 from leantune.activations.velora.projection import SubTokens, kept_energy, mean_direction
@@ -34,6 +36,9 @@ class _Layer:
     exact_bytes: int = 0
     kept_bytes: int = 0
     energy: Tensor | None = None
+    source: StorageWeakRef | None = None  # the input's storage; None where a cast copy would have been kept
+    held: bool = False  # something else still held the input when backward came
+    recomputed: bool = False  # the last forward was gradient checkpointing's, inside backward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Layer":
         raise InvalidTypeError(
@@ -71,14 +76,16 @@ def apply_velora(model: nn.Module, target_modules: Sequence[str] | str, num_grou
     for layer in layers:
         setattr(layer.module, _MARK, layer)
         layer.module.forward = types.MethodType(_forward, layer.module)  # type: ignore[method-assign]
-    return VeloraHandle(layers)
+    linear = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    return VeloraHandle(layers, {name for name, module in linear if module.weight.requires_grad})
 
 
 class VeloraHandle:
     """The layers that :func:`apply_velora` changed."""
 
-    def __init__(self, layers: list[_Layer]) -> None:
+    def __init__(self, layers: list[_Layer], trained: set[str]) -> None:
         self._layers = layers
+        self._trained = trained  # names of linear layers whose weight is not frozen
 
     @property
     def names(self) -> list[str]:
@@ -92,13 +99,18 @@ class VeloraHandle:
 
     def report(self) -> VeloraReport:
         """Bytes and kept energy of the last training forward, layer by layer."""
-        rows = []
+        rows: list[VeloraRow] = []
+        counted: set[int] = set()
         for layer in self._layers:
             energy = None if layer.energy is None else float(layer.energy)
             cut = layer.cut
-            kept_anyway = self._input_kept_anyway(layer)
-            sizes = (cut.features, cut.size, cut.groups, layer.tokens, layer.exact_bytes, layer.kept_bytes)
-            rows.append(VeloraRow(layer.name, *sizes, energy, kept_anyway))
+            # Targets that read one tensor would have kept it once: the first of them counts it.
+            again = layer.source is not None and layer.source.cdata in counted
+            if layer.source is not None:
+                counted.add(layer.source.cdata)
+            exact = 0 if again else layer.exact_bytes
+            sizes = (cut.features, cut.size, cut.groups, layer.tokens, exact, layer.kept_bytes)
+            rows.append(VeloraRow(layer.name, *sizes, energy, self._input_kept_anyway(layer)))
         return VeloraReport(rows)
 
     def use_fp32_products(self) -> None:
@@ -152,11 +164,15 @@ class VeloraHandle:
         self.load_state_dict(load_file(str(path)))
 
     def _input_kept_anyway(self, layer: _Layer) -> bool:
-        """Whether a sibling linear layer that reads the same input, by the usual names, keeps it exactly."""
+        """Whether the input is kept whatever VeLoRA does: something still held it when backward came (a ReLU keeps its output),
+        the block is checkpointed, or a trained sibling outside the targets, by the usual names, reads it."""
+        if layer.held or layer.recomputed:
+            return True
         parent, _, own = layer.name.rpartition(".")
         siblings = next((family for family in _SHARED_INPUTS if own in family), ())
         ours = {one.name for one in self._layers}
-        return any(f"{parent}.{name}" not in ours for name in siblings if name != own)
+        names = {f"{parent}.{name}".lstrip(".") for name in siblings if name != own}
+        return bool((names - ours) & self._trained)
 
 
 _SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("query", "key", "value"))
@@ -167,18 +183,29 @@ def _forward(module: nn.Linear, x: Tensor) -> Tensor:
     layer: _Layer = getattr(module, _MARK)
     if not (module.training and torch.is_grad_enabled() and module.weight.requires_grad):
         return nn.functional.linear(x, module.weight, module.bias)
-    if x.is_meta or isinstance(x, FakeTensor):
-        # A trace for planning: it must neither set the direction nor change what is known of the last real batch.
-        v = x.detach().new_empty((layer.cut.size,), dtype=torch.float32)
+    flat = x.detach().reshape(-1, layer.cut.features)
+    if x.is_meta or isinstance(x, FakeTensor):  # a trace must neither set the direction nor leave measurements
+        v = flat.new_empty((layer.cut.size,), dtype=torch.float32)
         return velora_linear(x, module.weight, module.bias, v, layer.cut, layer.wide)[0]
     if layer.v is None:
-        layer.v = mean_direction(x.detach().reshape(-1, layer.cut.features), layer.cut)
-    layer.v = layer.v.to(x.device)
-    y, z = velora_linear(x, module.weight, module.bias, layer.v, layer.cut, layer.wide)
+        layer.v = mean_direction(flat, layer.cut)
+    elif layer.v.device != x.device:
+        layer.v = layer.v.to(x.device)
+    v = layer.v if layer.v is not None else flat.new_zeros((layer.cut.size,), dtype=torch.float32)
+    # Before the layer runs: checkpointing may end a recomputation at the last tensor saved, inside it.
+    layer.recomputed = torch._C._current_graph_task_id() != -1
+    y, z = velora_linear(x, module.weight, module.bias, v, layer.cut, layer.wide)
     layer.tokens = z.shape[0]
     layer.exact_bytes, layer.kept_bytes = z.shape[0] * layer.cut.features * z.itemsize, z.nbytes
     layer.energy = kept_energy(x, z)
+    layer.source = StorageWeakRef(x.untyped_storage()) if x.dtype == z.dtype else None
+    if layer.source is not None:
+        y.register_hook(partial(_look_whether_held, layer, layer.source))
     return y
+
+
+def _look_whether_held(layer: _Layer, source: StorageWeakRef, grad: Tensor) -> None:
+    layer.held = not source.expired()
 
 
 def _matches(model: nn.Module, targets: Sequence[str] | str) -> list[tuple[str, Any]]:

@@ -48,15 +48,16 @@ class SubTokens:
         return self.features // self.size * self.size
 
 
-def mean_direction(x: Tensor, cut: SubTokens) -> Tensor:
+def mean_direction(x: Tensor, cut: SubTokens) -> Tensor | None:
     """v, fp32 (size,): the normalised mean of all sub-tokens of ``x`` (N, D).
 
-    Raises NonFiniteError where the mean is NaN or Inf. A mean of exactly zero has no direction: the constant vector stands in.
+    None where x has no row or holds zeros alone: such a batch has no direction, and its weight gradient is zero anyway.
+    Raises NonFiniteError where the mean is NaN or Inf, InvalidArgumentError where sub-tokens that are not zero cancel.
     """
-    column = x.new_zeros(cut.features, dtype=torch.float32)
-    for rows in _row_tiles(x):
-        column += rows.sum(dim=0, dtype=torch.float32)
-    column /= max(1, x.shape[0])
+    if x.shape[0] == 0:
+        return None
+    wide = torch.promote_types(x.dtype, torch.float32)
+    column = torch.stack([rows.sum(dim=0, dtype=wide) for rows in _row_tiles(x)]).sum(dim=0) / x.shape[0]
     padded = torch.nn.functional.pad(column, (0, cut.groups * cut.size - cut.features))
     mean = padded.view(cut.groups, cut.size).mean(dim=0)
     norm = torch.linalg.vector_norm(mean)
@@ -65,8 +66,13 @@ def mean_direction(x: Tensor, cut: SubTokens) -> Tensor:
     if not bool(torch.isfinite(norm)):
         raise NonFiniteError("the first batch's activations hold NaN or Inf, so VeLoRA has no direction to project on.")
     if float(norm) == 0:
-        return torch.full_like(mean, cut.size**-0.5)
-    return mean / norm
+        if not bool(x.any()):
+            return None
+        raise InvalidArgumentError(
+            "the sub-tokens of the first training batch average to zero, so VeLoRA has no direction to project on. Leave this "
+            "layer out of target_modules, or use another num_groups."
+        )
+    return (mean / norm).float()
 
 
 def _row_tiles(x: Tensor) -> Iterator[Tensor]:
@@ -89,7 +95,8 @@ def project(x: Tensor, v: Tensor, cut: SubTokens) -> Tensor:
 def weight_gradient(grad_output: Tensor, z: Tensor, v: Tensor, cut: SubTokens) -> Tensor:
     """dW, (out, D), from dY (N, out), Z (N, groups) and v: the outer product of C = dY^T Z with v, its padding cut off."""
     # In fp32: small, and rounded once when the product with v is.
-    coefficients = grad_output.t().float() @ z.float()
+    wide = torch.promote_types(grad_output.dtype, torch.float32)
+    coefficients = grad_output.t().to(wide) @ z.to(wide)
     return (
         (coefficients.unsqueeze(2) * v.to(coefficients.dtype))
         .flatten(1)[:, : cut.features]
@@ -100,7 +107,6 @@ def weight_gradient(grad_output: Tensor, z: Tensor, v: Tensor, cut: SubTokens) -
 
 def kept_energy(x: Tensor, z: Tensor) -> Tensor:
     """|Z|^2 / |X|^2, fp32 of no dimensions: the share of the activations' energy that the projection keeps."""
-    total = x.new_zeros((), dtype=torch.float32)
-    for rows in _row_tiles(x.detach().reshape(-1, x.shape[-1])):
-        total += torch.linalg.vector_norm(rows, dtype=torch.float32).square()
-    return torch.linalg.vector_norm(z.detach(), dtype=torch.float32).square() / total.clamp(min=1e-30)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    total = torch.linalg.vector_norm(x.detach(), dtype=wide).square()
+    return torch.linalg.vector_norm(z.detach(), dtype=wide).square() / total.clamp(min=1e-30)
