@@ -106,7 +106,7 @@ class LogitTiles:
         self._logit_room = None if self.native else hidden.new_empty(rows * width, dtype=self.wide)
         self._only_rows: Tensor | None = None
         self._weight_room: Tensor | None = None
-        if weight.dtype != self.product_dtype:
+        if _casts(weight.dtype, operand_dtype, self.product_dtype):
             self._weight_room = weight.new_empty((width, weight.shape[1]), dtype=self.product_dtype)
 
     def _cost(self, copies: int, gradient_room: bool, backward: bool) -> TileCost:
@@ -136,8 +136,9 @@ class LogitTiles:
     def _widened(self, weight: Tensor) -> Tensor:
         """Rows of the weight, ready to be multiplied; the memory is reused by the next tile, or two would be alive."""
         if self._weight_room is None:
-            return weight.to(self.operand_dtype).to(self.product_dtype)
-        return self._weight_room[: weight.shape[0]].copy_(weight.to(self.operand_dtype))
+            return weight
+        rounded = weight if self.operand_dtype == self.product_dtype else weight.to(self.operand_dtype)
+        return self._weight_room[: weight.shape[0]].copy_(rounded)
 
     def token_tiles(self) -> Iterator[tuple[slice, Tensor]]:
         """(token slice, its hidden states (n, H)), ready to be multiplied; made once where one tile holds all."""

@@ -57,7 +57,10 @@ def mean_direction(x: Tensor, cut: SubTokens) -> Tensor | None:
     if x.shape[0] == 0:
         return None
     wide = torch.promote_types(x.dtype, torch.float32)
-    column = torch.stack([rows.sum(dim=0, dtype=wide) for rows in _row_tiles(x)]).sum(dim=0) / x.shape[0]
+    column = x.new_zeros(cut.features, dtype=wide)
+    for rows in _row_tiles(x):
+        column += rows.sum(dim=0, dtype=wide)
+    column /= x.shape[0]
     padded = torch.nn.functional.pad(column, (0, cut.groups * cut.size - cut.features))
     mean = padded.view(cut.groups, cut.size).mean(dim=0)
     norm = torch.linalg.vector_norm(mean)
@@ -108,5 +111,8 @@ def weight_gradient(grad_output: Tensor, z: Tensor, v: Tensor, cut: SubTokens) -
 def kept_energy(x: Tensor, z: Tensor) -> Tensor:
     """|Z|^2 / |X|^2, fp32 of no dimensions: the share of the activations' energy that the projection keeps."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    total = torch.linalg.vector_norm(x.detach(), dtype=wide).square()
+    wide = torch.promote_types(x.dtype, torch.float32)
+    total = x.new_zeros((), dtype=wide)
+    for rows in _row_tiles(x.detach().reshape(-1, x.shape[-1])):
+        total += torch.linalg.vector_norm(rows, dtype=wide).square()
     return torch.linalg.vector_norm(z.detach(), dtype=wide).square() / total.clamp(min=1e-30)
