@@ -281,6 +281,37 @@ def test_a5_temporaries_stay_within_tile_bytes(tokens: int, dtype: torch.dtype, 
     assert tokens * vocabulary * 4 > 3 * tile_bytes  # what the logits would have been
 
 
+@pytest.mark.parametrize("ignored", [0, 20])
+def test_a5_gathered_rows_are_widened_in_one_place(ignored: int) -> None:
+    """Hidden states so wide that two widened tiles of their rows would not fit."""
+    case = make(torch.bfloat16, tokens=512, width=512, vocabulary=300, ignored=ignored)
+    tile_bytes, vectors = 300_000, 64 * 512
+    with track() as forward:
+        loss = linear_cross_entropy(case.hidden, case.weight, case.labels, tile_bytes=tile_bytes)
+    assert forward.peak_temporary_bytes <= tile_bytes + vectors
+    with track() as backward:
+        loss.backward()
+    assert backward.peak_temporary_bytes <= tile_bytes + vectors + 512 * 512 * 4 + bool(ignored) * 512 * 512 * 2
+
+
+@pytest.mark.parametrize("tokens", [64, 512])
+def test_a5_autocast_keeps_no_copy_of_the_weight_and_one_tile_at_a_time(tokens: int) -> None:
+    """A head wide enough that two widened tiles of its rows, or a whole rounded copy, would not fit."""
+    vocabulary, width, tile_bytes = 3000, 256, 500_000
+    case = make(torch.float32, tokens=tokens, width=width, vocabulary=vocabulary)
+    hidden = case.hidden.detach().bfloat16().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with track() as forward:
+            loss = linear_cross_entropy(hidden, case.weight, case.labels, tile_bytes=tile_bytes)
+        with track() as backward:
+            loss.backward()
+    vectors = 64 * tokens
+    assert forward.peak_temporary_bytes <= tile_bytes + vectors
+    assert forward.kept_bytes <= 16 * tokens
+    assert backward.peak_temporary_bytes <= tile_bytes + vectors + tokens * width * 4
+    assert vocabulary * width * 2 > 3 * tile_bytes  # a rounded copy of the weight
+
+
 def test_g13_bf16_head_gradient_is_rounded_once_over_token_tiles() -> None:
     """Many token tiles: a bf16 sum over them would lose small parts, a sum in fp32 does not."""
     case = make(torch.bfloat16, tokens=512, vocabulary=50)

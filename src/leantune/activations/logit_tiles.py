@@ -105,6 +105,9 @@ class LogitTiles:
         self.vocabulary_slices = _slices(self.vocabulary, width)
         self._logit_room = None if self.native else hidden.new_empty(rows * width, dtype=self.wide)
         self._only_rows: Tensor | None = None
+        self._row_room: Tensor | None = None
+        if index is not None or _casts(hidden.dtype, operand_dtype, self.product_dtype):
+            self._row_room = hidden.new_empty((min(rows, self.tokens), hidden.shape[1]), dtype=self.product_dtype)
         self._weight_room: Tensor | None = None
         if _casts(weight.dtype, operand_dtype, self.product_dtype):
             self._weight_room = weight.new_empty((width, weight.shape[1]), dtype=self.product_dtype)
@@ -141,16 +144,28 @@ class LogitTiles:
         return self._weight_room[: weight.shape[0]].copy_(rounded)
 
     def token_tiles(self) -> Iterator[tuple[slice, Tensor]]:
-        """(token slice, its hidden states (n, H)), ready to be multiplied; made once where one tile holds all."""
+        """(token slice, its hidden states (n, H)), ready to be multiplied; made once where one tile holds all.
+
+        Where there are several, the memory is reused by the next one.
+        """
         for tokens in self.token_slices:
-            if self._only_rows is not None:
-                yield tokens, self._only_rows
-                continue
-            rows = self.hidden[tokens] if self.index is None else self.hidden.index_select(0, self.index[tokens])
-            rows = rows.to(self.operand_dtype).to(self.product_dtype)
-            if len(self.token_slices) == 1:
-                self._only_rows = rows
+            rows = self._only_rows
+            if rows is None:
+                rows = self._ready(tokens)
+                if len(self.token_slices) == 1:
+                    self._only_rows = rows
             yield tokens, rows
+
+    def _ready(self, tokens: slice) -> Tensor:
+        room = None if self._row_room is None else self._row_room[: tokens.stop - tokens.start]
+        casts = _casts(self.hidden.dtype, self.operand_dtype, self.product_dtype)
+        if self.index is None:
+            rows = self.hidden[tokens]
+        elif room is not None and not casts:
+            return torch.index_select(self.hidden, 0, self.index[tokens], out=room)
+        else:
+            rows = self.hidden.index_select(0, self.index[tokens])
+        return rows if room is None else room.copy_(rows.to(self.operand_dtype))
 
     def logits(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """(n, t) wide logits, scaled, not capped. The memory is reused by the next call: change it freely."""

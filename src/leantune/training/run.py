@@ -275,13 +275,19 @@ def _plan(config: TrainConfig, trainer: LeanTrainer, data: PreparedData) -> Plan
     optimizer: Any = trainer.optimizer
     if optimizer is None:
         optimizer = trainer.create_optimizer()
-    length = config.max_length if config.packing else data.longest
+    rows, length = config.per_device_train_batch_size, data.longest
+    # Rows of one length, and rows alone, need no attention mask.
+    padded = rows > 1 and len({len(ids) for ids in data.train["input_ids"]}) > 1
+    if config.packing:
+        # TRL lays a batch of packed rows out as one row, with a mask that keeps them apart.
+        rows, length, padded = 1, rows * config.max_length, True
     try:
         return plan_run(
             base_model(trainer.model),
             getattr(optimizer, "optimizer", optimizer),
-            batch_size=config.per_device_train_batch_size,
+            batch_size=rows,
             length=length,
+            padded=padded,
             fused=config.fused,
             clip=config.clip_mode if config.fused else "none",  # type: ignore[arg-type]
             loss="exact" if config.exact_savings else "full_logits",
