@@ -126,7 +126,7 @@ class FusedBackward:
         for param, target in self._targets.items():
             if target.optimizer is optimizer:
                 self._check_updated(param, target)
-        if optimizer in self._done():
+        if id(optimizer) in self._closed:
             raise BackwardError("step() was called twice for one backward. Run a backward before each step().")
         self._closed.add(id(optimizer))
         if not self._squares and not self._closed - {id(optimizer)}:
@@ -215,9 +215,6 @@ class FusedBackward:
             )
 
     # -- closing ----------------------------------------------------------------------------------------------------
-
-    def _done(self) -> list[LeanOptimizer]:
-        return [one for one in self.optimizers if id(one) in self._closed]
 
     def _check_updated(self, param: Tensor, target: _Target) -> None:
         if param.grad is not None:

@@ -40,7 +40,7 @@ class HalfLinear(torch.autograd.Function):
         wide = grads[0].float()
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            dx = input_gradient(grads[0], weight)
+            dx = input_gradient(wide, weight).to(x.dtype)
         if ctx.needs_input_grad[1]:
             wide_x = x.float()
             dw = torch.empty_like(weight)
