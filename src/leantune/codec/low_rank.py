@@ -27,12 +27,16 @@ class PowerIteration:
 
     def __init__(self, rows: int, basis: Tensor, key: int) -> None:
         cols, rank = basis.shape
-        self._noise_key = key
         norms = torch.linalg.vector_norm(basis, dim=0)
         self._basis = torch.where(norms > 0, basis / norms, initial_basis(cols, rank, key, basis.device))
         self._rows = basis.new_empty((rows, rank))
         self._columns = basis.new_zeros((cols, rank))
         self._gram = torch.zeros((rank, rank), dtype=torch.float64, device=basis.device)
+
+    @property
+    def basis(self) -> Tensor:
+        """V, fp32 (cols, rank), its columns of unit length (hash noise where there was none)."""
+        return self._basis
 
     def add(self, top: int, matrix: Tensor) -> None:
         """Take rows [top, top + len(matrix)) of M, fp32 (len, cols)."""
@@ -40,6 +44,10 @@ class PowerIteration:
         self._rows[top : top + matrix.shape[0]] = product
         self._columns.addmm_(matrix.t(), product)
         self._gram += (product.t() @ product).double()
+
+    def set(self, product: Tensor, columns: Tensor, gram: Tensor) -> None:
+        """Take W = M V, M^T W and W^T W as a kernel computed them for the whole of M, instead of :meth:`add`."""
+        self._rows, self._columns, self._gram = product, columns, gram
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """(U, V') as stored: bfloat16 (rows, rank) and (cols, rank). An absent direction has a zero column in both."""

@@ -25,6 +25,7 @@ from leantune.codec.ternary_state import TernaryState, tensor_specs
 from leantune.codec.tiles import TILE_ELEMENTS, BlockGrid, Tile, matrix_shape, tiles
 from leantune.codec.trits import TRITS_PER_BYTE
 from leantune.errors import InvalidArgumentError
+from leantune.kernels import native
 from leantune.optim.base import LeanOptimizer, check_betas, check_common
 from leantune.optim.report import StateLayout
 from leantune.optim.weights import WeightMatrix, master_spec
@@ -147,7 +148,9 @@ class TernaryAdamW(LeanOptimizer):
         weight = WeightMatrix(param, group["rounding"], state.get("weight_remainder"), key)
         step = _Step(group, int(state["step"]), grad_scale, key)
         matrix = grad if grad.dim() == 2 else grad.reshape(matrix_shape(grad.shape))
-        if "momentum_trits" in state:
+        if "momentum_trits" in state and native.takes(weight.matrix, matrix, group["block_size"]):
+            step.native(weight, matrix, state)
+        elif "momentum_trits" in state:
             step.ternary(weight, matrix, TernaryState(state, group["block_size"]))
         else:
             shape = matrix_shape(param.shape)
@@ -200,6 +203,33 @@ class _Step:
             self._move(weight, tile, grid.join(released_step(u, decoded, self.beta1)), grid.join(bits))
         if carry is not None:
             state.write_carry(carry)
+
+    def native(self, weight: WeightMatrix, grad: Tensor, state: dict[str, Any]) -> None:
+        """The same as :meth:`ternary`, in the CPU kernel."""
+        call = native.TernaryCall(
+            weight.matrix,
+            grad,
+            state,
+            self.block_size,
+            self.key,
+            lr=self.lr,
+            decay=self.decay,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            bias=1 / (1 - self.beta2**self.number),
+            eps=self.eps,
+            grad_scale=self.grad_scale,
+            stochastic=weight.stochastic,
+        )
+        carry = None
+        if "carry_rows" in state:
+            iteration = PowerIteration(grad.shape[0], state["carry_columns"].float(), splitmix64(self.key))
+            iteration.set(*call.power_iteration(iteration.basis))
+            carry = iteration.finish()
+        call.step(carry)
+        if carry is not None:
+            state["carry_rows"].copy_(carry[0])
+            state["carry_columns"].copy_(carry[1])
 
     def _refreshed_carry(
         self, grad: Tensor, state: TernaryState, walk: list[Tile], grids: dict[int, BlockGrid]

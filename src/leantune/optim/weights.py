@@ -18,22 +18,22 @@ class WeightMatrix:
     """
 
     def __init__(self, param: Tensor, rounding: str | None, remainder: Tensor | None, key: int) -> None:
-        self._matrix = param.view(matrix_shape(param.shape))
+        self.matrix = param.view(matrix_shape(param.shape))
         self._remainder = remainder
         self._key = key
-        self._stochastic = param.dtype is not torch.float32 and rounding != "nearest"
+        self.stochastic = param.dtype is not torch.float32 and rounding != "nearest"
 
     def read(self, tile: Tile) -> Tensor:
         """fp32 (rows, cols) copy of the tile."""
-        part = tile.of(self._matrix)
+        part = tile.of(self.matrix)
         if self._remainder is not None:
             return join_24(part, tile.of(self._remainder))
         return part.to(torch.float32, copy=True)
 
     def write(self, tile: Tile, values: Tensor, bits: Tensor | None = None) -> None:
         """Store fp32 ``values`` (overwritten). ``bits``: int32 random bits of the tile, drawn here where None."""
-        part = tile.of(self._matrix)
-        noise = self._noise(tile, bits) if self._stochastic else None
+        part = tile.of(self.matrix)
+        noise = self._noise(tile, bits) if self.stochastic else None
         if self._remainder is not None:
             weight, remainder = split_24(values, noise)
             part.copy_(weight)
@@ -46,7 +46,7 @@ class WeightMatrix:
     def _noise(self, tile: Tile, bits: Tensor | None) -> Tensor:
         if bits is None:
             first, blocks = tile.left // _BLOCK, -(-tile.cols // _BLOCK)
-            drawn = random_bits(self._key, tile.top, tile.rows, first, blocks, _BLOCK, self._matrix.device)
+            drawn = random_bits(self._key, tile.top, tile.rows, first, blocks, _BLOCK, self.matrix.device)
             bits = drawn.view(tile.rows, -1)[:, : tile.cols]
         return high_half(bits)
 

@@ -1,0 +1,54 @@
+/* The plain C interface of the CPU kernel: pointers and sizes, nothing of torch. leantune/kernels/native.py mirrors it. */
+#pragma once
+#include <stdint.h>
+
+#define LEANTUNE_INTERFACE 1
+
+enum { LEANTUNE_FLOAT32 = 0, LEANTUNE_BFLOAT16 = 1 };
+
+/* One parameter in one step: a (rows, cols) matrix and its state, as leantune/codec/ternary_state.py lays it out. */
+typedef struct {
+    int64_t rows, cols, first_row; /* first_row: global index of row 0, part of the key of random bits */
+    int64_t grad_row, grad_column; /* elements between neighbours of a column and of a row of the gradient */
+    int64_t blocks_per_row, bytes_per_row;
+    uint64_t key;
+    int32_t block, planes, rank; /* block: a multiple of 16; planes of momentum: 1 or 2; rank 0: no carry */
+    int32_t grad_dtype, weight_dtype, stochastic, threads;
+    float lr, decay;            /* w <- w * decay - lr * step */
+    float beta1, rest1, release; /* rest1 = 1 - beta1, release = 1 / (1 - beta1) */
+    float beta2, rest2, bias;    /* bias = 1 / (1 - beta2^t) */
+    float eps, grad_scale;
+    const void *grad;
+    void *weight;
+    int8_t *remainder; /* of master_bits = 24, or null */
+    uint8_t *momentum_trits[2];
+    uint16_t *momentum_scale[2];
+    uint8_t *variance_trits;
+    uint16_t *variance_level, *variance_step;
+    const uint16_t *carry_rows; /* bf16 (rows, rank); null without a carry */
+    const float *carry_columns; /* fp32 (rank, cols) */
+    const uint16_t *new_rows;   /* the refreshed carry that u is coded against */
+    const float *new_columns;
+} LeantuneTernary;
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* The interface this library was built with, and the instruction set it runs with here. */
+int leantune_interface(void);
+const char *leantune_instructions(void);
+/* Limit the instruction set ("avx512", "avx2", "portable"); returns 0, or 1 where this machine lacks it. */
+int leantune_use(const char *instructions);
+
+/* The power iteration of the carry on this step's u. basis: fp32 (rank, cols rounded up to 16), zeros behind;
+   product: fp32 (rows, rank); columns: fp32 (chunks, rank, cols) and gram: fp64 (chunks, rank, rank), zeroed by the caller.
+   Rows fall into `chunks` equal ranges, so sums do not depend on the number of threads. */
+void leantune_ternary_momentum(const LeantuneTernary *t, const float *basis, float *product, float *columns,
+                               double *gram, int chunks);
+/* Decode, rule, encode, move the weights. */
+void leantune_ternary_step(const LeantuneTernary *t);
+
+#ifdef __cplusplus
+}
+#endif
