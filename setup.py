@@ -22,7 +22,9 @@ class BuildKernel(build_ext):
             ext.extra_compile_args, ext.extra_link_args = [*plain, "-fopenmp"], ["-fopenmp"]
             super().build_extension(ext)
         except Exception as error:
-            print(f"leantune: the CPU kernel could not be built with OpenMP ({error}); trying one thread", file=sys.stderr)
+            print(
+                f"leantune: the CPU kernel could not be built with OpenMP ({error}); trying one thread", file=sys.stderr
+            )
             ext.extra_compile_args, ext.extra_link_args = plain, []
             super().build_extension(ext)
 

@@ -2,8 +2,8 @@
 
     python benchmarks/first_look.py PATH/TO/tinyshakespeare.txt [--only batch24,batch96,wide,formats,long]
 
-About 0.8 M parameters (4 layers, width 128), Tiny Shakespeare (public-domain text, 1.1 MB), context 64. The rate warms up over 50 steps
-(with 20, AdamW at its best rate stalled in some seeds) and then falls linearly to a tenth; "long" keeps it constant, which is the
+About 0.8 M parameters (4 layers, width 128), Tiny Shakespeare (public-domain text, 1.1 MB), context 64. The rate warms up over 25 steps
+and then falls linearly to a tenth; "long" keeps it constant, which is the
 harder test for a scheme whose weights jitter around the smooth path.
 Methods: torch AdamW, TernaryAdamW without carry, with a carry of rank 4. For each (part, method) the learning rate
 grid is extended until the best is interior, then three seeds run at the best. One row a run in
@@ -28,7 +28,7 @@ from leantune.codec.tiles import BlockGrid, Tile
 from leantune.kernels.half_linear import use_fp32_products
 
 CONTEXT = 64
-WARMUP = 50
+WARMUP = 25
 FINAL_SHARE = 0.1
 METHODS = ("adamw", "ternary_r0", "ternary_r4")
 GRID = [2.5e-4 * 2**power for power in range(10)]
@@ -39,12 +39,12 @@ COLUMNS = (
 )  # fmt: skip
 PARTS = {
     # part: (width, batch, steps, weights, beta2, methods)
-    "batch24": (128, 24, 300, "fp32", 0.999, METHODS),
-    "batch96": (128, 96, 150, "fp32", 0.999, METHODS),
-    "wide24": (256, 24, 200, "fp32", 0.999, ("adamw", "ternary_r4")),
+    "batch24": (128, 24, 200, "fp32", 0.999, METHODS),
+    "batch96": (128, 96, 120, "fp32", 0.999, METHODS),
+    "wide24": (256, 24, 150, "fp32", 0.999, ("adamw", "ternary_r4")),
     "wide96": (256, 96, 100, "fp32", 0.999, ("adamw", "ternary_r4")),
-    "bf16": (128, 24, 300, "bf16", 0.999, ("adamw", "ternary_r4")),
-    "bf16+8": (128, 24, 300, "bf16+8", 0.999, ("adamw", "ternary_r4")),
+    "bf16": (128, 24, 200, "bf16", 0.999, ("adamw", "ternary_r4")),
+    "bf16+8": (128, 24, 200, "bf16+8", 0.999, ("adamw", "ternary_r4")),
     "long": (128, 24, 3000, "fp32", 0.999, ("adamw", "ternary_r4")),
 }
 
@@ -59,9 +59,10 @@ class CharacterModel(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
-        for parameter in self.parameters():
-            if parameter.dim() >= 2:
-                nn.init.normal_(parameter, std=0.02)
+        # Linear layers keep torch's initialisation. With embeddings of std 0.02, a step at a good rate is as large as they
+        # are, and AdamW's seeds end anywhere from 2.13 to 2.59; with this they agree to 0.01.
+        for embedding in (self.tokens, self.places):
+            nn.init.normal_(embedding.weight, std=0.2)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tokens(ids) + self.places.weight[: ids.shape[1]]

@@ -79,7 +79,7 @@ def status() -> str:
     return note if library is None else f"native ({library.leantune_instructions().decode()})"
 
 
-class reference_rule:  # noqa: N801  (reads as a statement: ``with reference_rule():``)
+class reference_rule:
     """Within this context the plain torch rule runs everywhere: to compare the two, or to rule the kernel out."""
 
     def __enter__(self) -> None:
@@ -168,11 +168,11 @@ class TernaryCall:
         """
         rows, cols, rank = self._call.rows, self._call.cols, self._call.rank
         chunks = max(1, min(MAX_CHUNKS, CHUNK_BYTES // (4 * rank * cols), rows))
-        wide = {"dtype": torch.float32, "device": "cpu"}
-        padded = torch.zeros((rank, -(-cols // 16) * 16), **wide)
+        # dtype and device are named: the user may have set other defaults.
+        padded = torch.zeros((rank, -(-cols // 16) * 16), dtype=torch.float32, device="cpu")
         padded[:, :cols] = basis.t()
-        product = torch.empty((rows, rank), **wide)
-        columns = torch.zeros((chunks, rank, cols), **wide)
+        product = torch.empty((rows, rank), dtype=torch.float32, device="cpu")
+        columns = torch.zeros((chunks, rank, cols), dtype=torch.float32, device="cpu")
         gram = torch.zeros((chunks, rank, rank), dtype=torch.float64, device="cpu")
         _load()[0].leantune_ternary_momentum(
             ctypes.byref(self._call), padded.data_ptr(), product.data_ptr(), columns.data_ptr(), gram.data_ptr(), chunks

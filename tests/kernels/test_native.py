@@ -1,0 +1,191 @@
+"""The C++ kernel of TernaryAdamW makes the decisions of the plain torch rule, whatever the instruction set or thread count."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import leantune as lt
+from leantune.codec.ternary_state import TernaryState
+from leantune.codec.tiles import BlockGrid, Tile
+from leantune.codec.trits import unpack_trits
+from leantune.kernels import native
+
+built = pytest.mark.skipif(not native.status().startswith("native"), reason=f"the CPU kernel is {native.status()}")
+SHAPES = [(64, 128), (37, 640), (33, 700), (5, 130), (50, 17), (1, 640), (300, 1), (401, 576)]
+LR = 1e-3
+OPTIONS = {
+    "default": {},
+    "no carry": {"carry_rank": 0},
+    "rank 3": {"carry_rank": 3},
+    "two planes": {"momentum_planes": 2},
+    "nearest": {"rounding": "nearest"},
+    "24 bits": {"master_bits": 24},
+    "24 bits, nearest": {"master_bits": 24, "rounding": "nearest"},
+    "block 64": {"block_size": 64},
+}
+
+
+def prepared(
+    shape: tuple[int, int], dtype: torch.dtype, steps: int = 3, **options: object
+) -> tuple[torch.nn.Parameter, lt.TernaryAdamW]:
+    """A parameter a few reference steps into training, its gradient set for the next one."""
+    generator = torch.Generator().manual_seed(7)
+    param = torch.nn.Parameter((torch.randn(shape, generator=generator) * 0.02).to(dtype))
+    optimizer = lt.TernaryAdamW([param], lr=LR, **options)
+    steady = torch.randn(shape, generator=generator) * torch.rand(shape[1], generator=generator)
+    with native.reference_rule():
+        for step in range(steps + 1):
+            param.grad = (torch.randn(shape, generator=generator) * 0.3 + steady).to(dtype)
+            if step < steps:
+                optimizer.step()
+    return param, optimizer
+
+
+def tensors(param: torch.nn.Parameter, optimizer: lt.TernaryAdamW) -> dict[str, torch.Tensor]:
+    return {"weight": param.detach(), **optimizer.state[param]}
+
+
+def fraction_of_trits_differing(a: torch.Tensor, b: torch.Tensor, cols: int, block: int) -> float:
+    return (unpack_trits(a, cols, block) != unpack_trits(b, cols, block)).float().mean().item()
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@built
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_one_step_from_equal_state_equals_the_reference(shape, dtype, options) -> None:
+    ends = []
+    for reference in (True, False):
+        param, optimizer = prepared(shape, dtype, **options)
+        if reference:
+            with native.reference_rule():
+                optimizer.step()
+        else:
+            optimizer.step()
+        ends.append(tensors(param, optimizer))
+    mine, theirs = ends[1], ends[0]
+    differing = 0
+    for name in mine:
+        if name.endswith(("trits", "trits_2")):
+            block = options.get("block_size", 128)
+            share = fraction_of_trits_differing(mine[name], theirs[name], shape[1], block)
+            differing += share * param.numel()
+            # A trit differs where a value sits within rounding of a threshold; in a small matrix one may.
+            assert share * param.numel() <= max(1.0, 1e-4 * param.numel()), name
+    for name in ("momentum_scale", "variance_step", "carry_rows", "carry_columns"):
+        if name in mine:  # bfloat16, rounded from sums in another order: one unit in the last place
+            torch.testing.assert_close(mine[name].float(), theirs[name].float(), rtol=2**-7, atol=1e-6)
+    far = (mine["weight"].float() - theirs["weight"].float()).abs() > 2**-7 * theirs["weight"].float().abs() + 1e-5
+    assert far.sum() <= differing
+
+
+@built
+@pytest.mark.parametrize("name", ["avx512", "avx2", "portable"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_instruction_sets_give_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    before = native.status().removeprefix("native (").removesuffix(")")
+    ends = []
+    for instructions in (before, name):
+        try:
+            native.use_instructions(instructions)
+        except ValueError:
+            pytest.skip(f"this CPU has no {instructions}")
+        try:
+            param, optimizer = prepared((401, 700), dtype, momentum_planes=2)
+            optimizer.step()
+        finally:
+            native.use_instructions(before)
+        ends.append(tensors(param, optimizer))
+    assert all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0])
+
+
+@built
+def test_thread_count_does_not_change_a_bit(threads: None) -> None:
+    ends = []
+    for count in (1, 2, 5):
+        torch.set_num_threads(count)
+        param, optimizer = prepared((1000, 576), torch.bfloat16)
+        optimizer.step()
+        ends.append(tensors(param, optimizer))
+    assert all(torch.equal(ends[0][key], end[key]) for end in ends[1:] for key in end)
+
+
+@built
+def test_any_gradient_layout_gives_the_same_bits() -> None:
+    grad = torch.randn(576, 300)
+    ends = []
+    for make in (lambda g: g.t().contiguous(), lambda g: g.t(), lambda g: g.t().repeat_interleave(2, 1)[:, ::2]):
+        param = torch.nn.Parameter(torch.zeros(300, 576))
+        optimizer = lt.TernaryAdamW([param], lr=1e-3)
+        param.grad = make(grad)
+        optimizer.step()
+        ends.append(tensors(param, optimizer))
+    assert all(torch.equal(ends[0][key], end[key]) for end in ends[1:] for key in end)
+
+
+@built
+@pytest.mark.parametrize("rank", [0, 4])
+def test_sum_rule_in_the_kernel(rank: int) -> None:
+    """sum(step) = sum(n) - beta1 / (1 - beta1) u_q over 200 steps, from the kernel's own states and fp32 weights."""
+    shape, lr = (64, 200), 2.0**-10
+    param = torch.nn.Parameter(torch.zeros(shape))
+    optimizer = lt.TernaryAdamW([param], lr=lr, carry_rank=rank, weight_decay=0.0)
+    grid, tile = BlockGrid(shape[1], 128, torch.device("cpu")), Tile(0, shape[0], 0, shape[1])
+    generator = torch.Generator().manual_seed(3)
+    total = torch.zeros(shape, dtype=torch.float64)
+    for number in range(1, 201):
+        grad = torch.randn(shape, generator=generator)
+        v = torch.zeros(shape)
+        if optimizer.state[param]:
+            v = grid.join(TernaryState(optimizer.state[param], 128).variance(tile, grid)[0])
+        v = v.mul(0.999).addcmul_(grad, grad, value=0.001).double()
+        total += grad.double() / ((v / (1 - 0.999**number)).sqrt() + 1e-8)
+        param.grad = grad
+        optimizer.step()
+    decoded = grid.join(TernaryState(optimizer.state[param], 128).momentum(tile, grid)).double()
+    steps = -param.detach().double() / lr
+    assert (steps - (total - 9 * decoded)).abs().max() / total.abs().max() < 1e-5
+
+
+@built
+def test_version_counters_notice_the_kernel() -> None:
+    param, optimizer = prepared((64, 128), torch.bfloat16)
+    before = param._version, optimizer.state[param]["momentum_trits"]._version
+    optimizer.step()
+    assert param._version > before[0]
+    assert optimizer.state[param]["momentum_trits"]._version > before[1]
+
+
+@built
+def test_what_the_kernel_does_not_take_runs_in_plain_torch() -> None:
+    weight = torch.zeros(8, 128)
+    assert native.takes(weight, weight, 128)
+    assert not native.takes(weight.half(), weight, 128)
+    assert not native.takes(weight, weight, 24)
+    with native.reference_rule():
+        assert not native.takes(weight, weight, 128)
+        assert "plain torch" in native.status()
+
+
+def test_a_missing_or_foreign_library_is_said_and_does_not_stop_training(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(native, "_FOLDER", tmp_path)
+    try:
+        native._load.cache_clear()
+        assert "not built" in native.status()
+        _, optimizer = prepared((64, 128), torch.bfloat16)
+        optimizer.step()
+        native._load.cache_clear()
+        (tmp_path / "_native.so").write_bytes(b"not a library")
+        assert "could not be loaded" in native.status()
+        with pytest.raises(ValueError, match="cannot run here"):
+            native.use_instructions("avx2")
+    finally:
+        native._load.cache_clear()
