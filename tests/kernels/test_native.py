@@ -62,16 +62,16 @@ def threads() -> Iterator[None]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_one_step_from_equal_state_equals_the_reference(shape, dtype, options) -> None:
-    ends = []
-    for reference in (True, False):
-        param, optimizer = prepared(shape, dtype, **options)
-        if reference:
-            with native.reference_rule():
-                optimizer.step()
-        else:
-            optimizer.step()
-        ends.append(tensors(param, optimizer))
-    mine, theirs = ends[1], ends[0]
+    param, optimizer = prepared(shape, dtype, **options)
+    start = {name: value.clone() for name, value in tensors(param, optimizer).items()}
+    with native.reference_rule():
+        optimizer.step()
+    theirs = {name: value.clone() for name, value in tensors(param, optimizer).items()}
+    with torch.no_grad():
+        for name, value in tensors(param, optimizer).items():
+            value.copy_(start[name])
+    optimizer.step()
+    mine = tensors(param, optimizer)
     differing = 0
     for name in mine:
         if name.endswith(("trits", "trits_2")):
@@ -82,9 +82,11 @@ def test_one_step_from_equal_state_equals_the_reference(shape, dtype, options) -
             assert share * param.numel() <= max(1.0, 1e-4 * param.numel()), name
     for name in ("momentum_scale", "variance_step", "carry_rows", "carry_columns"):
         if name in mine:  # bfloat16, rounded from sums in another order: one unit in the last place
-            torch.testing.assert_close(mine[name].float(), theirs[name].float(), rtol=2**-7, atol=1e-6)
-    far = (mine["weight"].float() - theirs["weight"].float()).abs() > 2**-7 * theirs["weight"].float().abs() + 1e-5
-    assert far.sum() <= differing
+            torch.testing.assert_close(mine[name].float(), theirs[name].float(), rtol=2**-7, atol=1e-5)
+    # A scale or a carry one unit (2^-8) away moves a weight by a small part of lr; a trit that differs, by several lr.
+    distance = (mine["weight"].float() - theirs["weight"].float()).abs()
+    far = distance > 2**-7 * theirs["weight"].float().abs() + 0.5 * LR
+    assert far.sum() <= round(differing)
 
 
 @built

@@ -44,6 +44,8 @@ def encode(
     The step follows the spread of L(v): d std L(v) / std(l + d x of the previous state), i.e. std L(v) / std(x). It is not
     refitted from decoded levels alone, which would shrink it at every encode until the trits carry nothing.
     """
+    if mask is not None:
+        values = values * mask
     mean = values.sum(dim=-1).div_(counts)
     # What an empty block decoded to must not make it a block of its own.
     empty = mean <= _EMPTY
