@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from leantune.memory import LABELS, Plan, format_bytes
 from leantune.kernels import native
+from leantune.memory import LABELS, Plan, format_bytes
 from leantune.optim.base import LeanOptimizer
 from leantune.optim.ternary_adamw import TernaryAdamW
 from leantune.training.config import TrainConfig
