@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 HELD_OUT_ROWS = 48
 GENERATED_ROWS = 32
 SHOWN_ROWS = 3
-STEPS, ROWS_A_STEP = 30, 6
+STEPS, ROWS_A_STEP = 15, 6
 MAX_NEW_TOKENS = 72  # the longest record has 59
 
 SIDES: dict[str, dict[str, Any]] = {

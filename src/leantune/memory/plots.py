@@ -42,6 +42,7 @@ COLOURS = {
 """One colour a part, apart from each other for the colour-blind as well."""
 
 _INK = "#222222"
+_BEHIND_TEXT = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
 _STACK = (WEIGHTS, INPUTS, *(part for part in PARTS if part not in (WEIGHTS, INPUTS)))
 """Bottom to top: what does not change first."""
 
@@ -109,7 +110,7 @@ def plot_loss(
     smooth: float | None = None,
     title: str = "Loss",
 ) -> Path:
-    """Draw training loss over steps, with held-out loss as points joined by a line.
+    """Draw training loss over steps, with held-out loss as points, joined by a line from three on.
 
     Args:
         steps, losses: one entry a logged step; not finite losses are left out of the curve.
@@ -138,16 +139,10 @@ def plot_loss(
         axes.plot(x, y, color=COLOURS[OPTIMIZER_STATES], linewidth=1.5, marker=marker, label="training")
     if heldout:
         at, values = zip(*heldout)
-        axes.plot(at, values, color=COLOURS[GRADIENTS], linewidth=1.4, marker="o", markersize=5, label="held out")
-        axes.annotate(
-            f"{values[-1]:.3f}",
-            (at[-1], values[-1]),
-            textcoords="offset points",
-            xytext=(0, 7),
-            ha="right",
-            fontsize=8.5,
-            color=COLOURS[GRADIENTS],
-        )
+        # Before and after alone say nothing about the way between them: no line.
+        line = 1.4 if len(values) > 2 else 0.0
+        name = f"held out, {values[0]:.3f}" + (f" to {values[-1]:.3f}" if len(values) > 1 else "")
+        axes.plot(at, values, color=COLOURS[GRADIENTS], linewidth=line, marker="o", markersize=5, label=name)
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("loss (nats per token)")
     axes.set_title(title, loc="left", fontsize=11, color=_INK)
@@ -190,12 +185,15 @@ def _columns(timeline: MemoryTimeline, count: int) -> tuple[Any, Any]:
 def _draw_phases(axes: "Axes", timeline: MemoryTimeline, top: float) -> None:
     """Name the stages of the step above the areas, with a line where each begins."""
     width = float(timeline.times[-1]) * 1e3
+    drawn = ""
     for phase, first, last in timeline.phase_spans():
         if phase not in (FORWARD, BACKWARD, UPDATE_PHASE):
             continue
         begin, end = float(timeline.times[first]) * 1e3, float(timeline.times[last]) * 1e3
-        if end - begin < 0.04 * width:
+        # Under a fused backward, updates too short to name cut one backward into several.
+        if end - begin < 0.04 * width or phase == drawn:
             continue
+        drawn = phase
         axes.axvline(begin, color=_INK, linewidth=0.6, alpha=0.35)
         axes.text(begin + 0.006 * width, top * 0.985, phase, va="top", ha="left", fontsize=8.5, color=_INK)
 
@@ -213,6 +211,8 @@ def _draw_peak(axes: "Axes", timeline: MemoryTimeline, scale: float, unit: str) 
         textcoords="offset points",
         xytext=offset,
         annotation_clip=False,
+        bbox=_BEHIND_TEXT,
+        zorder=5,
         **text,
     )
 
