@@ -32,7 +32,8 @@ WARMUP = 25
 FINAL_SHARE = 0.1
 METHODS = ("adamw", "ternary_r0", "ternary_r4")
 GRID = [2.5e-4 * 2**power for power in range(10)]
-START = {"adamw": 4e-3, "ternary_r0": 4e-3, "ternary_r4": 4e-3}
+START = 8e-3
+LONG_RATE = 4e-3
 COLUMNS = (
     "part", "method", "width", "batch", "steps", "weights", "beta2", "lr", "validation_loss", "seconds",
     "median_log_step", "cosine_n", "cosine_block_mean",
@@ -41,8 +42,8 @@ PARTS = {
     # part: (width, batch, steps, weights, beta2, methods)
     "batch24": (128, 24, 200, "fp32", 0.999, METHODS),
     "batch96": (128, 96, 120, "fp32", 0.999, METHODS),
-    "wide24": (256, 24, 150, "fp32", 0.999, ("adamw", "ternary_r4")),
-    "wide96": (256, 96, 100, "fp32", 0.999, ("adamw", "ternary_r4")),
+    "wide24": (256, 24, 120, "fp32", 0.999, ("adamw", "ternary_r4")),
+    "wide96": (256, 96, 80, "fp32", 0.999, ("adamw", "ternary_r4")),
     "bf16": (128, 24, 200, "bf16", 0.999, ("adamw", "ternary_r4")),
     "bf16+8": (128, 24, 200, "bf16+8", 0.999, ("adamw", "ternary_r4")),
     "long": (128, 24, 3000, "fp32", 0.999, ("adamw", "ternary_r4")),
@@ -208,7 +209,7 @@ def search(text: Text, rows: ResultRows, part: str, method: str) -> float:
             losses[lr] = float(ensure(text, rows, part, method, lr, 0)["validation_loss"])
         return losses[lr]
 
-    place = GRID.index(START[method])
+    place = GRID.index(START)
     while True:
         neighbours = [spot for spot in (place - 1, place, place + 1) if 0 <= spot < len(GRID)]
         best = min(neighbours, key=lambda spot: loss(GRID[spot]))
@@ -275,7 +276,7 @@ def main() -> None:
             for method in PARTS[part][5]:
                 if method not in arguments.methods.split(","):
                     continue
-                lr = search(text, rows, part, method) if part != "long" else START[method]
+                lr = search(text, rows, part, method) if part != "long" else LONG_RATE
                 for seed in range(3 if part != "long" else 1):
                     ensure(text, rows, part, method, lr, seed)
     summary(rows)
