@@ -27,18 +27,6 @@ from leantune.training.progress import ProgressBar
 from leantune.training.summary import header, summary, write_summary
 from leantune.training.trainer import VELORA_FILE, LeanTrainer, base_model, check_exact_loss, checkpoints
 
-_NOT_HERE = {
-    "label_smoothing_factor": "the loss without logits has no label smoothing",
-    "activation_offloading": "activations stay on the device in this release",
-    "load_best_model_at_end": "the last model is the result; every checkpoint is kept up to save_total_limit",
-    "router_aux_loss_coef": "losses of a router are not added in this release",
-    "completion_only_loss": "what is trained on follows from the data's shape: completions, assistant turns, or all of a text",
-    "assistant_only_loss": "chat data trains on assistant turns always",
-    "push_to_hub": "upload output_dir yourself after training",
-    "auto_find_batch_size": "leantune plan and the header say what a batch size needs before training",
-}
-"""Settings of trl.SFTConfig that this trainer would ignore."""
-
 
 @dataclass
 class TrainResult:
@@ -65,7 +53,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     """
     console = console or Console()
     output = Path(config.output_dir)
-    _refuse_what_would_be_ignored(config)
+    _refuse_more_than_one_process()
     resume_from = _checkpoint_to_resume(config, output)
     set_seed(config.seed)
     tokenizer = _tokenizer(config)
@@ -133,10 +121,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     return result
 
 
-def _refuse_what_would_be_ignored(config: TrainConfig) -> None:
-    ignored = [f"- {key}: {reason}; leave it out" for key, reason in _NOT_HERE.items() if config.extra.get(key)]
-    if ignored:
-        raise ConfigError("\n".join(ignored))
+def _refuse_more_than_one_process() -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
             f"- this was launched as {os.environ['WORLD_SIZE']} processes, and this release trains in one: gradients would not be "
