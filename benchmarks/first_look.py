@@ -46,7 +46,7 @@ PARTS = {
     "wide96": (256, 96, 80, "fp32", 0.999, ("adamw", "ternary_r4")),
     "bf16": (128, 24, 200, "bf16", 0.999, ("adamw", "ternary_r4")),
     "bf16+8": (128, 24, 200, "bf16+8", 0.999, ("adamw", "ternary_r4")),
-    "long": (128, 24, 3000, "fp32", 0.999, ("adamw", "ternary_r4")),
+    "long": (128, 12, 3000, "fp32", 0.999, ("adamw", "ternary_r4")),
 }
 
 

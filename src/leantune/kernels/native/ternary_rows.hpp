@@ -145,7 +145,7 @@ static void rule(const LeantuneTernary *t, const float *__restrict grad, float *
     const float beta2 = t->beta2, rest2 = t->rest2, bias = t->bias, eps = t->eps, rest1 = t->rest1;
     for (int i = 0; i < n; i++) {
         const float next = v[i] * beta2 + rest2 * grad[i] * grad[i];
-        const float normalised = grad[i] / (std::sqrt(next * bias) + eps);
+        const float normalised = grad[i] / (__builtin_sqrtf(next * bias) + eps);
         u[i] += rest1 * (normalised - u[i]);
         v[i] = next;
     }
@@ -172,7 +172,7 @@ static void apply_rule(const LeantuneTernary *t, const Group &g) {
 
 static inline float deviation(const float *x, int size, float count) {
     const float mean = sum(x, size) / count, square = sum_of_squares(x, size) / count - mean * mean;
-    return std::sqrt(square > 0.0f ? square : 0.0f);
+    return __builtin_sqrtf(square > 0.0f ? square : 0.0f);
 }
 
 // offset = L(v) - L(v[0]) in octaves, v floored.
@@ -236,7 +236,7 @@ static void choose_trits(const float *__restrict residual, float threshold, floa
 
 // T(residual) of one block: its trits into q; returns the stored scale.
 static float encode_momentum(const float *residual, float *q, int size, int present, uint16_t *scale) {
-    choose_trits(residual, std::sqrt(sum_of_squares(residual, size) / (float)present) * 0.612f, q, size);
+    choose_trits(residual, __builtin_sqrtf(sum_of_squares(residual, size) / (float)present) * 0.612f, q, size);
     const float chosen = sum_of_squares(q, size);
     *scale = to_bf16(dot(residual, q, size) / (chosen > 1.0f ? chosen : 1.0f));
     return from_bf16(*scale);
