@@ -1,7 +1,7 @@
 """Builds the CPU kernel beside the package. Everything else about the package is in pyproject.toml.
 
-The kernel is a plain shared library with a C interface (no Python or torch headers), so one build serves every version of
-both. Where there is no C++ compiler the package installs without it and says so when it runs.
+The kernel is a plain shared library with a C interface (no Python or torch headers), so one build serves every version
+of both. Where there is no C++ compiler the package installs without it and says so when it runs.
 """
 
 import sys

@@ -2,8 +2,8 @@
 
     python benchmarks/first_look.py PATH/TO/tinyshakespeare.txt [--only batch24,batch96,wide,formats,long]
 
-About 0.8 M parameters (4 layers, width 128), Tiny Shakespeare (public-domain text, 1.1 MB), context 64. The rate warms up over 25 steps
-and then falls linearly to a tenth; "long" keeps it constant, which is the
+About 0.8 M parameters (4 layers, width 128), Tiny Shakespeare (public-domain text, 1.1 MB), context 64. The rate warms
+up over 25 steps and then falls linearly to a tenth; "long" keeps it constant, which is the
 harder test for a scheme whose weights jitter around the smooth path.
 Methods: torch AdamW, TernaryAdamW without carry, with a carry of rank 4. For each (part, method) the learning rate
 grid is extended until the best is interior, then three seeds run at the best. One row a run in
@@ -60,8 +60,8 @@ class CharacterModel(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
-        # Linear layers keep torch's initialisation. With embeddings of std 0.02, a step at a good rate is as large as they
-        # are, and AdamW's seeds end anywhere from 2.13 to 2.59; with this they agree to 0.01.
+        # Linear layers keep torch's initialisation. With embeddings of std 0.02, a step at a good rate is as large as
+        # they are, and AdamW's seeds end anywhere from 2.13 to 2.59; with this they agree to 0.01.
         for embedding in (self.tokens, self.places):
             nn.init.normal_(embedding.weight, std=0.2)
 
@@ -167,7 +167,8 @@ def run(text: Text, part: str, method: str, lr: float, seed: int) -> dict[str, f
 
 
 class ExactVariance:
-    """Follows one matrix's exact second moment beside the ternary one: cosine of g / sqrt(v) under each against the exact v."""
+    """Follows one matrix's exact second moment beside the ternary one: cosine of g / sqrt(v) under each against the
+    exact v."""
 
     def __init__(self, model: nn.Module, beta2: float) -> None:
         self.parameter = model.blocks[1].up.weight
@@ -258,7 +259,8 @@ def summary(rows: ResultRows) -> None:
             error = statistics.stdev(losses) / most**0.5 if most > 1 else float("nan")
             ratio = means[method] / means.get("adamw", float("nan"))
             print(
-                f"{part:8} {method:11} lr {lr:>8}  {means[method]:.4f} +- {error:.4f} ({most} seeds)  {ratio:.4f} of AdamW"
+                f"{part:8} {method:11} lr {lr:>8}  {means[method]:.4f} +- {error:.4f} ({most} seeds)  {ratio:.4f} of "
+                f"AdamW"
             )
 
 

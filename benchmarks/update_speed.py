@@ -2,10 +2,10 @@
 
     python benchmarks/update_speed.py [--layers 30] [--rounds 7] [--threads 2]
 
-Parameters have the shapes of SmolLM2-135M (``--layers`` of its 30). torch AdamW(fused=True) keeps float32 weights, gradients
-and states; TernaryAdamW has bfloat16 weights and gradients. All sides run in one process, one step of each a round, so that
-noise of the machine meets all alike; each row of results/update_speed.csv is a median over the rounds with its quartiles, and the
-ratio to torch's fused AdamW is the median of the rounds' own ratios.
+Parameters have the shapes of SmolLM2-135M (``--layers`` of its 30). torch AdamW(fused=True) keeps float32 weights,
+gradients and states; TernaryAdamW has bfloat16 weights and gradients. All sides run in one process, one step of each a
+round, so that noise of the machine meets all alike; each row of results/update_speed.csv is a median over the rounds
+with its quartiles, and the ratio to torch's fused AdamW is the median of the rounds' own ratios.
 """
 
 import argparse

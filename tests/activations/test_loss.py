@@ -1,4 +1,5 @@
-"""The logits-free loss: values and gradients against a float64 oracle and torch, bytes, repeated backwards, refusals."""
+"""The logits-free loss: values and gradients against a float64 oracle and torch, bytes, repeated backwards,
+refusals."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,5 @@
-"""The C++ kernel of TernaryAdamW makes the decisions of the plain torch rule, whatever the instruction set or thread count."""
+"""The C++ kernel of TernaryAdamW makes the decisions of the plain torch rule, whatever the instruction set or thread
+count."""
 
 from collections.abc import Iterator
 

@@ -181,8 +181,9 @@ def test_o16_unknown_arguments_and_group_settings_raise() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"lr": -1.0}, {"lr": float("nan")}, {"betas": (1.0, 0.9)}, {"betas": (-0.1, 0.9)}, {"eps": 0.0}, {"weight_decay": -1},
-        {"carry_rank": -1}, {"momentum_planes": 3}, {"block_size": 100}, {"states": "int8"}, {"rounding": "up"}, {"master_bits": 16},
+        {"lr": -1.0}, {"lr": float("nan")}, {"betas": (1.0, 0.9)}, {"betas": (-0.1, 0.9)}, {"eps": 0.0},
+        {"weight_decay": -1}, {"carry_rank": -1}, {"momentum_planes": 3}, {"block_size": 100}, {"states": "int8"},
+        {"rounding": "up"}, {"master_bits": 16},
     ],
 )  # fmt: skip
 def test_impossible_settings_are_refused(settings: dict) -> None:

@@ -138,8 +138,8 @@ def test_master_bits_follow_fp32_weights(make) -> None:
 
 
 def test_o13_never_touched_rows_columns_and_elements() -> None:
-    """Untouched rows and columns never move. An untouched element among touched ones never moves without a carry; with one it
-    stays within the bound of one stored momentum, without trend."""
+    """Untouched rows and columns never move. An untouched element among touched ones never moves without a carry; with
+    one it stays within the bound of one stored momentum, without trend."""
     for rank in (0, 4):
         param = torch.nn.Parameter(torch.zeros(48, 256))
         optimizer = lt.TernaryAdamW([param], lr=1.0, weight_decay=0.0, carry_rank=rank)

@@ -27,7 +27,8 @@ def cross_entropy(
     scale: float = 1.0,
     softcap: float | None = None,
 ) -> CrossEntropy:
-    """hidden (tokens, H), weight (V, H), labels (tokens,). The sum over counted tokens / divisor (None: their number)."""
+    """hidden (tokens, H), weight (V, H), labels (tokens,). The sum over counted tokens / divisor (None: their
+    number)."""
     h, w = hidden.detach().double(), weight.detach().double()
     b = torch.zeros(w.shape[0], dtype=torch.float64) if bias is None else bias.detach().double()
     counted = labels != ignore_index

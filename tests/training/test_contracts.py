@@ -37,7 +37,8 @@ def rows(tmp_path: Path) -> str:
 
 def config(model: str, rows: str, output: Path, **more) -> TrainConfig:
     values = {
-        "model_name_or_path": model, "dataset": rows, "output_dir": str(output), "learning_rate": 1e-3, "max_length": 32,
+        "model_name_or_path": model, "dataset": rows, "output_dir": str(output), 
+        "learning_rate": 1e-3, "max_length": 32,
         "per_device_train_batch_size": 4, "save_steps": 100, "max_steps": 4,
     }  # fmt: skip
     return build_config({**values, **more})

@@ -34,7 +34,8 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def config(model: str, rows: str, output: Path, **more) -> TrainConfig:
     values = {
-        "model_name_or_path": model, "dataset": rows, "output_dir": str(output), "learning_rate": 1e-3, "max_length": 64,
+        "model_name_or_path": model, "dataset": rows, "output_dir": str(output), 
+        "learning_rate": 1e-3, "max_length": 64,
         "per_device_train_batch_size": 4, "save_strategy": "no", "max_steps": 4,
     }  # fmt: skip
     return build_config({**values, **more})
@@ -110,8 +111,9 @@ def test_scaled_and_capped_logits_are_those_of_the_model(model_type: str) -> Non
     settings = {"granite": {"logits_scaling": 3.0}, "gemma2": {"final_logit_softcapping": 0.2, "head_dim": 16},
                 "cohere": {"logit_scale": 4.0}}  # fmt: skip
     made = AutoConfig.for_model(
-        model_type, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=128, pad_token_id=0, bos_token_id=1, eos_token_id=2, initializer_range=0.2, **settings[model_type],
+        model_type, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=128, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        initializer_range=0.2, **settings[model_type],
     )  # fmt: skip
     check_exact_loss(AutoModelForCausalLM.from_config(made, dtype=torch.float32))
 
@@ -147,7 +149,7 @@ def test_g9_adams_settings_reach_the_optimizer_or_are_refused(tiny_model_path: s
 def test_p13_resuming_inside_a_later_epoch_continues_bit_for_bit(
     tiny_model_path: str, rows: str, tmp_path: Path, more: dict
 ) -> None:
-    """12 rows, 4 a step: an epoch is 3 steps; the run goes on from step 4, in the second epoch, and ends in the third."""
+    """12 rows, 4 a step: an epoch is 3 steps; the run goes on from step 4, in the second epoch, to the third."""
     values = {"max_steps": 7, "save_strategy": "steps", "save_steps": 4, "eval_split": None, **more}
     name = "adapter_model.safetensors" if more.get("method") == "lora" else "model.safetensors"
     out = tmp_path / "out"

@@ -5,7 +5,8 @@ much again. Neither exists here. With h_i the hidden state of token i, y_i its l
 
     z_ij = softcap(scale * (h_i . W_j + b_j))            softcap(x) = c * tanh(x / c)
     loss = sum_i (lse_i - z_{i,y_i})                     lse_i = log sum_j exp(z_ij)
-    dz_ij = exp(z_ij - lse_i) - [j = y_i]                dW_j = sum_i dz_ij z'_ij h_i        dh_i = sum_j dz_ij z'_ij W_j
+    dz_ij = exp(z_ij - lse_i) - [j = y_i]                dW_j = sum_i dz_ij z'_ij h_i        dh_i = sum_j dz_ij z'_ij
+    W_j
 
 Forward runs over tiles of the vocabulary with a running maximum and sum (the online softmax of Milakov and
 Gimelshein, arXiv 1805.02867) and keeps lse_i; backward makes each tile of logits again. One matrix product more than
@@ -73,7 +74,8 @@ def linear_cross_entropy(
     Raises:
         InvalidArgumentError: shapes that do not fit, a label outside the vocabulary (named), mixed dtypes or devices,
             a divisor that is not positive, or ``tile_bytes`` below one logit's needs.
-        InvalidTypeError: labels that are not integers, hidden states that are not floating, sharded or quantised weights.
+        InvalidTypeError: labels that are not integers, hidden states that are not floating, sharded or quantised
+        weights.
 
     >>> hidden = torch.tensor([[1.0, 0.0], [0.0, 1.0]], requires_grad=True)
     >>> weight = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], requires_grad=True)
@@ -90,8 +92,9 @@ def linear_cross_entropy(
     rows = hidden.reshape(-1, hidden.shape[-1])
     kept_labels, index = _counted(labels.reshape(-1), ignore_index, weight.shape[0])
     if index is not None and 2 * index.numel() <= rows.shape[0]:
-        # At most half count: a copy of those rows is kept and the rest can be freed. Otherwise the tensor itself is kept,
-        # which costs nothing where the caller holds it anyway. Either way at most half of it more than the best choice.
+        # At most half count: a copy of those rows is kept and the rest can be freed. Otherwise the tensor itself is
+        # kept, which costs nothing where the caller holds it anyway. Either way at most half of it more than the best
+        # choice.
         rows, index = rows.index_select(0, index), None
     # Rounded before it is kept; the weight, which is larger and kept anyway, is rounded a tile at a time.
     rows = rows.to(operand_dtype)
@@ -163,8 +166,8 @@ def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor |
         )
     if labels.shape != hidden.shape[:-1]:
         raise InvalidArgumentError(
-            f"labels {tuple(labels.shape)} do not fit hidden states {tuple(hidden.shape)}: one label a token is needed, "
-            f"{tuple(hidden.shape[:-1])}; shift_labels(labels) keeps the length"
+            f"labels {tuple(labels.shape)} do not fit hidden states {tuple(hidden.shape)}: one label a token is "
+            f"needed, {tuple(hidden.shape[:-1])}; shift_labels(labels) keeps the length"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise InvalidArgumentError(f"bias {tuple(bias.shape)} does not fit a weight of {tuple(weight.shape)}")

@@ -51,7 +51,8 @@ class TiledCrossEntropy(torch.autograd.Function):
 
     Arguments, all checked before: hidden (rows, H); weight (V, H); bias (V,) or None; labels int64 (tokens,), all in
     [0, V); index int64 (tokens,), their rows of hidden, or None for all; scale and softcap of the logits; the dtype
-    operands are rounded to; bytes of a tile. Kept: the tensors given and one logsumexp a token. Nothing kept is changed.
+    operands are rounded to; bytes of a tile. Kept: the tensors given and one logsumexp a token. Nothing kept is
+    changed.
     """
 
     @staticmethod
@@ -110,7 +111,8 @@ class TiledCrossEntropy(torch.autograd.Function):
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Casts are explicit here, and backward may run inside or outside of autocast. Meta tensors know none: it raises."""
+    """Casts are explicit here, and backward may run inside or outside of autocast. Meta tensors know none: it
+    raises."""
     return torch.autocast(device.type, enabled=False) if is_autocast_available(device.type) else nullcontext()
 
 

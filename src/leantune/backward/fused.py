@@ -1,8 +1,9 @@
 """FusedBackward: each gradient is applied and freed inside backward, so that one gradient lives at a time (LOMO).
 
-One-pass modes (clip "per_tensor", "none"): the hook of a weight updates it as soon as its gradient is complete. Two-pass mode (clip
-"global"): the first backward only measures the norm and keeps the graph; the second, over the same forward, updates with the
-exact factor. Both go through ``LeanOptimizer.update``, the path that an ordinary ``step()`` walks.
+One-pass modes (clip "per_tensor", "none"): the hook of a weight updates it as soon as its gradient is complete.
+Two-pass mode (clip "global"): the first backward only measures the norm and keeps the graph; the second, over the same
+forward, updates with the exact factor. Both go through ``LeanOptimizer.update``, the path that an ordinary ``step()``
+walks.
 """
 
 import functools
@@ -35,17 +36,17 @@ class FusedBackward:
     Args:
         optimizer: one leantune optimizer, or several over disjoint parameters.
         model: gives parameters their names in errors; refuses reentrant checkpointing and parameters nobody updates.
-        clip: "per_tensor": each tensor's gradient is brought to a norm of at most ``max_grad_norm`` (default 1.0), one backward;
-            "global": exact clipping of the norm over all tensors, two backwards over one forward; "none".
+        clip: "per_tensor": each tensor's gradient is brought to a norm of at most ``max_grad_norm`` (default 1.0), one
+            backward; "global": exact clipping of the norm over all tensors, two backwards over one forward; "none".
         max_grad_norm: the bound; with clip="none" it is refused, since it would be ignored.
 
-    ``loss.backward(); optimizer.step()`` in the one-pass modes; ``fused.backward(loss); optimizer.step()`` in any. ``step()`` closes
-    the step (schedulers count it). ``grad_norm`` is then the true global norm before clipping.
+    ``loss.backward(); optimizer.step()`` in the one-pass modes; ``fused.backward(loss); optimizer.step()`` in any.
+    ``step()`` closes the step (schedulers count it). ``grad_norm`` is then the true global norm before clipping.
 
     Raises:
         InvalidArgumentError, InvalidTypeError: at construction, nothing hooked.
-        BackwardError: a second backward before step() (gradient accumulation), reentrant checkpointing, plain backward with "global".
-        NonFiniteError: in two-pass mode before anything moves; in one-pass mode naming what has moved.
+        BackwardError: a second backward before step() (gradient accumulation), reentrant checkpointing, plain backward
+        with "global". NonFiniteError: in two-pass mode before anything moves; in one-pass mode naming what has moved.
 
     >>> layer = nn.Linear(32, 32)
     >>> from leantune.optim.lomo import Lomo
@@ -118,7 +119,8 @@ class FusedBackward:
         self._targets = {}
 
     def close_step(self, optimizer: LeanOptimizer) -> None:
-        """What ``optimizer.step()`` does here: check that backward updated, publish the norm, make ready for the next step."""
+        """What ``optimizer.step()`` does here: check that backward updated, publish the norm, make ready for the next
+        step."""
         if self._failed:
             failed, self._failed = self._failed, ""
             self._reset()
@@ -188,30 +190,32 @@ class FusedBackward:
     def _check_phase(self, name: str) -> None:
         if self.clip == "global" and self._phase == "idle":
             raise BackwardError(
-                f"clip='global' needs two backwards over one forward, and loss.backward() is one (stopped at {name}, nothing "
-                "updated). Call fused.backward(loss), or choose clip='per_tensor'."
+                f"clip='global' needs two backwards over one forward, and loss.backward() is one (stopped at {name}, "
+                "nothing updated). Call fused.backward(loss), or choose clip='per_tensor'."
             )
         task = torch._C._current_graph_task_id()
         if self._graph_task is None:
             self._graph_task = task
         elif task != self._graph_task:
             raise BackwardError(
-                f"{name} got a gradient in a second backward before step(). Gradient accumulation needs gradients that live, and "
-                "fused backward frees them: use a larger micro-batch, or an ordinary backward. If the model uses reentrant "
-                f"checkpointing, set use_reentrant=False. Updated so far: {', '.join(self._moved) or 'nothing'}."
+                f"{name} got a gradient in a second backward before step(). Gradient accumulation needs gradients that "
+                "live, and fused backward frees them: use a larger micro-batch, or an ordinary backward. If the model "
+                "uses reentrant checkpointing, set use_reentrant=False. Updated so far: "
+                f"{', '.join(self._moved) or 'nothing'}."
             )
 
     def _refuse_repeat(self, param: Tensor, name: str) -> None:
         if self._phase == "idle" and param in self._squares:
             raise BackwardError(
-                f"{name} got a second gradient in one backward; reentrant checkpointing does that: set use_reentrant=False."
+                f"{name} got a second gradient in one backward; reentrant checkpointing does that: set "
+                f"use_reentrant=False."
             )
 
     def _refuse_second_backward(self) -> None:
         if self._moved:
             raise BackwardError(
-                "backward was called again before step(). Under fused backward every backward is a whole step (gradient "
-                "accumulation would need the gradients to live): call optimizer.step() first."
+                "backward was called again before step(). Under fused backward every backward is a whole step "
+                "(gradient accumulation would need the gradients to live): call optimizer.step() first."
             )
 
     # -- closing ----------------------------------------------------------------------------------------------------
@@ -258,7 +262,8 @@ def _collect(optimizers: Iterable[Any], model: nn.Module | None) -> dict[Tensor,
     for optimizer in optimizers:
         if not isinstance(optimizer, LeanOptimizer):
             raise InvalidTypeError(
-                f"FusedBackward drives leantune's optimizers, not {type(optimizer).__module__}.{type(optimizer).__name__}: its "
+                f"FusedBackward drives leantune's optimizers, not "
+                f"{type(optimizer).__module__}.{type(optimizer).__name__}: its "
                 "step() needs all gradients at once. Use lt.AdamW, lt.TernaryAdamW, lt.Lomo or lt.AdaLomo."
             )
         if optimizer._fused is not None:
@@ -275,14 +280,16 @@ def _collect(optimizers: Iterable[Any], model: nn.Module | None) -> dict[Tensor,
     forgotten = [name for param, name in names.items() if param.requires_grad and param not in targets]
     if forgotten:
         raise InvalidArgumentError(
-            f"the model trains {len(forgotten)} parameter(s) that no optimizer updates ({', '.join(forgotten[:3])}...); their "
-            "gradients would pile up. Give them to an optimizer, or freeze them."
+            f"the model trains {len(forgotten)} parameter(s) that no optimizer updates "
+            f"({', '.join(forgotten[:3])}...); their gradients would pile up. Give them to an optimizer, or freeze "
+            "them."
         )
     for name, module in model.named_modules() if model is not None else ():
         keywords = getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", {})
         if getattr(module, "gradient_checkpointing", False) and keywords.get("use_reentrant", False):
             raise InvalidArgumentError(
-                f"{name or 'the model'} uses reentrant checkpointing, whose nested backwards would update weights in pieces. "
+                f"{name or 'the model'} uses reentrant checkpointing, whose nested backwards would update weights in "
+                f"pieces. "
                 'Enable it with gradient_checkpointing_kwargs={"use_reentrant": False}.'
             )
     return targets

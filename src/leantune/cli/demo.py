@@ -1,4 +1,5 @@
-"""leantune demo: a real language model learns a task twice, with leantune's methods and with torch AdamW, side by side."""
+"""leantune demo: a real language model learns a task twice, with leantune's methods and with torch AdamW, side by
+side."""
 
 import json
 import os
@@ -34,12 +35,13 @@ SIDES: dict[str, dict[str, Any]] = {
         "velora_target_modules": ["down_proj"],
         "velora_num_groups": 32,
     },
-    # What people run today: float32 weights (torch AdamW on bfloat16 weights loses most updates to rounding), full logits.
+    # What people run today: float32 weights (torch AdamW on bfloat16 weights loses most updates to rounding), full
+    # logits.
     "torch AdamW": {"optim": "adamw_torch", "learning_rate": 2e-4, "dtype": "float32", "exact_savings": False},
 }
 CAPTION = (
-    "leantune: bfloat16 weights, ternary AdamW states, gradients applied inside backward, loss without logits, VeLoRA on "
-    "down_proj. torch AdamW: float32 weights, ordinary backward, full logits."
+    "leantune: bfloat16 weights, ternary AdamW states, gradients applied inside backward, loss without logits, VeLoRA "
+    "on down_proj. torch AdamW: float32 weights, ordinary backward, full logits."
 )
 
 # Progress bars of the libraries underneath would drown the demo's own output.

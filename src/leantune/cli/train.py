@@ -20,9 +20,9 @@ def train(
     arguments: list[str] | None = typer.Argument(
         None,
         metavar="[CONFIG] [--KEY VALUE]...",
-        help="A YAML file of flat keys, and any of its keys as flags, which win: --key value, --key=value, or --key for true. "
-        "Keys are those of transformers and TRL (- and _ are one) beside leantune's own: method, optim, fused_backward, clip, "
-        "exact_savings, velora_target_modules, memory_budget, eval_split...",
+        help="A YAML file of flat keys, and any of its keys as flags, which win: --key value, --key=value, or --key "
+        "for true. Keys are those of transformers and TRL (- and _ are one) beside leantune's own: method, optim, "
+        "fused_backward, clip, exact_savings, velora_target_modules, memory_budget, eval_split...",
         show_default=False,
     ),
 ) -> None:

@@ -1,8 +1,8 @@
 """Random bits from a counter: a hash of where an element is and which step it is, instead of a generator's state.
 
 key = splitmix64 of (seed, step, position of the parameter in the optimizer's groups, global row, block);
-bits of element i of the block = mix32(key ^ i * 0x9E3779B9). Nothing has to be saved to resume bit for bit, replicas draw
-the same bits, and a shard draws the bits of its global rows.
+bits of element i of the block = mix32(key ^ i * 0x9E3779B9). Nothing has to be saved to resume bit for bit, replicas
+draw the same bits, and a shard draws the bits of its global rows.
 """
 
 import torch

@@ -15,7 +15,8 @@ OCTAVE = float(1 << 23)
 FLOOR = 1e-6
 """v is floored at this fraction of its block's mean before the logarithm is taken."""
 FIRST_STEP = 1.22
-"""The first log-step of a block is this times the standard deviation of L(v): the MSE-optimal ternary step of a Gaussian."""
+"""The first log-step of a block is this times the standard deviation of L(v): the MSE-optimal ternary step of a
+Gaussian."""
 MIN_STEP, MAX_STEP = 0.05, 8.0
 _EMPTY = 2.0**-124
 _MIN_BITS = 0x00800000  # 2^-126
@@ -23,7 +24,8 @@ _MAX_CENTRE = 0x7F7F0000 - 8 * (1 << 23)  # the largest level: l + d x stays a f
 
 
 def decode(trits: Tensor, level: Tensor, step: Tensor) -> Tensor:
-    """v = L^-1(l + d x), fp32 (rows, blocks, size), from trits of that shape and bfloat16 level and step (rows, blocks).
+    """v = L^-1(l + d x), fp32 (rows, blocks, size), from trits of that shape and bfloat16 level and step (rows,
+    blocks).
 
     An empty block decodes to 2^-126, which no eps notices.
     """
@@ -41,8 +43,8 @@ def encode(
     ``counts`` (blocks,) fp32: elements that exist; ``mask`` (blocks, size) fp32 of 1 and 0, or None where all exist;
     ``uniform``: fp32 in [0, 1), the random number of each element. Returns (trits fp32, level bfloat16, step bfloat16).
 
-    The step follows the spread of L(v): d std L(v) / std(l + d x of the previous state), i.e. std L(v) / std(x). It is not
-    refitted from decoded levels alone, which would shrink it at every encode until the trits carry nothing.
+    The step follows the spread of L(v): d std L(v) / std(l + d x of the previous state), i.e. std L(v) / std(x). It is
+    not refitted from decoded levels alone, which would shrink it at every encode until the trits carry nothing.
     """
     if mask is not None:
         values = values * mask

@@ -1,8 +1,8 @@
 """The low-rank carry: the coherent part of a matrix, kept as C = U V^T beside the trits that keep the rest.
 
-One warm-started power iteration a step (subspace iteration; U orthonormal): W = M V, U = orth(W), V' = M^T U. Everything
-that crosses rows is the r x r Gram matrix W^T W and M^T W (cols x r), so M is only ever seen a tile of rows at a time:
-with W^T W = Q diag(lambda) Q^T, U = W Q lambda^-1/2 and V' = (M^T W) Q lambda^-1/2.
+One warm-started power iteration a step (subspace iteration; U orthonormal): W = M V, U = orth(W), V' = M^T U.
+Everything that crosses rows is the r x r Gram matrix W^T W and M^T W (cols x r), so M is only ever seen a tile of rows
+at a time: with W^T W = Q diag(lambda) Q^T, U = W Q lambda^-1/2 and V' = (M^T W) Q lambda^-1/2.
 """
 
 import torch

@@ -1,7 +1,8 @@
 """Writing fp32 results into narrower weights: stochastic rounding, nearest rounding, and a 24-bit weight in two parts.
 
-Round-to-nearest loses an update smaller than half a unit in the last place: at a relative update of 1e-4 a bfloat16 weight
-receives 6 % of it. Stochastic rounding goes up with probability equal to the fraction, so the expectation is exact.
+Round-to-nearest loses an update smaller than half a unit in the last place: at a relative update of 1e-4 a bfloat16
+weight receives 6 % of it. Stochastic rounding goes up with probability equal to the fraction, so the expectation is
+exact.
 """
 
 import torch
@@ -16,8 +17,9 @@ _FP16_STEP = 2.0**-24
 def round_stochastic_(values: Tensor, dtype: torch.dtype, random16: Tensor) -> Tensor:
     """Round fp32 ``values`` in place to numbers that ``dtype`` (bfloat16 or float16) holds exactly; returns them.
 
-    ``random16``: int32 in [0, 65536), one an element, same shape. The result is exact in ``dtype``: copying it loses nothing.
-    Infinities and NaN stay what they are; a value beyond the largest finite number rounds to it or to infinity.
+    ``random16``: int32 in [0, 65536), one an element, same shape. The result is exact in ``dtype``: copying it loses
+    nothing. Infinities and NaN stay what they are; a value beyond the largest finite number rounds to it or to
+    infinity.
     """
     pattern = values.view(torch.int32)
     if dtype is torch.bfloat16:
@@ -37,8 +39,9 @@ def round_stochastic_(values: Tensor, dtype: torch.dtype, random16: Tensor) -> T
 def split_24(values: Tensor, random16: Tensor | None) -> tuple[Tensor, Tensor]:
     """Split fp32 ``values`` into a bfloat16 weight and an int8 remainder, together 24 of the 32 bits.
 
-    The bfloat16 part is the nearest one, so the model computes with an ordinary bfloat16 weight; the remainder counts units
-    of 2^-8 of its last place. The 8 bits dropped are rounded stochastically with ``random16`` (int32), or to nearest if None.
+    The bfloat16 part is the nearest one, so the model computes with an ordinary bfloat16 weight; the remainder counts
+    units of 2^-8 of its last place. The 8 bits dropped are rounded stochastically with ``random16`` (int32), or to
+    nearest if None.
     """
     pattern = values.view(torch.int32)
     noise = torch.full_like(pattern, 128) if random16 is None else random16 & 0xFF

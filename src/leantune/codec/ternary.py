@@ -1,8 +1,8 @@
 """Ternary blocks: the three-level quantiser of momentum.
 
-T(u) over a block: q = sign(u) where |u| > 0.612 RMS(u), else 0; s = mean |u| over the non-zeros, 0 if there are none. For a
-Gaussian this threshold and scale minimise the squared error (distortion 0.19; Max 1960). s is stored as bfloat16 and what
-is computed from it uses the stored value.
+T(u) over a block: q = sign(u) where |u| > 0.612 RMS(u), else 0; s = mean |u| over the non-zeros, 0 if there are none.
+For a Gaussian this threshold and scale minimise the squared error (distortion 0.19; Max 1960). s is stored as bfloat16
+and what is computed from it uses the stored value.
 """
 
 import torch

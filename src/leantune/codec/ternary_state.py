@@ -1,7 +1,8 @@
-"""The ternary state of one parameter: which tensors hold momentum and second moment, and how a tile of them is read and written.
+"""The ternary state of one parameter: which tensors hold momentum and second moment, and how a tile of them is read and
+written.
 
-Storage only: it knows blocks, trits and the carry, and no optimizer. Momentum u decodes to C + s q (+ s2 q2), with C = U V^T
-the low-rank carry; the second moment decodes to L^-1(l + d x).
+Storage only: it knows blocks, trits and the carry, and no optimizer. Momentum u decodes to C + s q (+ s2 q2), with C =
+U V^T the low-rank carry; the second moment decodes to L^-1(l + d x).
 """
 
 import torch
@@ -15,7 +16,8 @@ Spec = tuple[tuple[int, ...], torch.dtype]
 
 
 def tensor_specs(rows: int, cols: int, block_size: int, planes: int, rank: int) -> dict[str, Spec]:
-    """Shape and dtype of every tensor of the state, by name. All are two-dimensional with the parameter's rows (V: its columns)."""
+    """Shape and dtype of every tensor of the state, by name. All are two-dimensional with the parameter's rows (V: its
+    columns)."""
     blocks = -(-cols // block_size)
     trits: Spec = ((rows, packed_bytes(cols, block_size)), torch.uint8)
     scalars: Spec = ((rows, blocks), torch.bfloat16)
@@ -29,7 +31,8 @@ def tensor_specs(rows: int, cols: int, block_size: int, planes: int, rank: int) 
 
 
 class TernaryState:
-    """A view of one parameter's state tensors that reads and writes tiles of them as fp32 blocks (rows, blocks, block_size)."""
+    """A view of one parameter's state tensors that reads and writes tiles of them as fp32 blocks (rows, blocks,
+    block_size)."""
 
     def __init__(self, tensors: dict[str, Tensor], block_size: int) -> None:
         self._tensors = tensors

@@ -1,8 +1,8 @@
 """Tiles: how a parameter of any size is walked through with bounded temporaries.
 
-A parameter of two or more dimensions is seen as a matrix (rows = shape[0], cols = the rest). A tile is a rectangle of at most
-``TILE_ELEMENTS`` elements (one row of one group of five blocks at least); its columns start on a group of five blocks, so
-that its packed trits are whole bytes.
+A parameter of two or more dimensions is seen as a matrix (rows = shape[0], cols = the rest). A tile is a rectangle of
+at most ``TILE_ELEMENTS`` elements (one row of one group of five blocks at least); its columns start on a group of five
+blocks, so that its packed trits are whole bytes.
 """
 
 from collections.abc import Iterator
@@ -71,7 +71,8 @@ def tiles(rows: int, cols: int, column_unit: int = 1, elements: int = TILE_ELEME
 class BlockGrid:
     """How ``cols`` columns fall into blocks of ``block_size`` neighbours of a row; the last may be short.
 
-    ``counts``: elements of each block, fp32 (blocks,). ``mask``: fp32 (blocks, block_size), 1 where an element exists, or None
+    ``counts``: elements of each block, fp32 (blocks,). ``mask``: fp32 (blocks, block_size), 1 where an element exists,
+        or None
     where every block is full.
     """
 
@@ -88,7 +89,8 @@ class BlockGrid:
             self.mask = (index < cols).to(torch.float32).view(self.blocks, block_size)
 
     def split(self, matrix: Tensor) -> Tensor:
-        """(rows, cols) into (rows, blocks, block_size), the missing tail filled with zeros. A view where no tail is missing."""
+        """(rows, cols) into (rows, blocks, block_size), the missing tail filled with zeros. A view where no tail is
+        missing."""
         missing = self.blocks * self.block_size - self.cols
         if missing:
             matrix = torch.nn.functional.pad(matrix, (0, missing))

@@ -1,8 +1,9 @@
 """Five trits in a byte: the storage format of every ternary state.
 
-A row of ``cols`` trits is cut into groups of five blocks. A group of n trits takes p = ceil(n / 5) bytes, and byte i of the
-group holds the trits i, i + p, i + 2p, i + 3p, i + 4p as digits of base 3 (3^5 = 243). A full group has n = 5 * block and
-p = block, so its digit k is exactly block k; only the last group of a row can be partial. Rows never share a byte.
+A row of ``cols`` trits is cut into groups of five blocks. A group of n trits takes p = ceil(n / 5) bytes, and byte i of
+the group holds the trits i, i + p, i + 2p, i + 3p, i + 4p as digits of base 3 (3^5 = 243). A full group has n = 5 *
+block and p = block, so its digit k is exactly block k; only the last group of a row can be partial. Rows never share a
+byte.
 """
 
 import torch
@@ -66,7 +67,8 @@ def _to_bytes(planes: Tensor) -> Tensor:
 def _to_trits(packed: Tensor) -> Tensor:
     """Bytes (..., p) into fp32 digits (..., 5, p) of -1, 0, +1.
 
-    Digit k is floor(b / 3^k) - 3 floor(b / 3^(k+1)), less 1; half a unit added first keeps fp32 quotients off the integers.
+    Digit k is floor(b / 3^k) - 3 floor(b / 3^(k+1)), less 1; half a unit added first keeps fp32 quotients off the
+    integers.
     """
     powers = torch.tensor([1.0, 1 / 3, 1 / 9, 1 / 27, 1 / 81], device=packed.device).unsqueeze(-1)
     quotients = packed.unsqueeze(-2).float().add_(0.5).mul(powers).floor_()

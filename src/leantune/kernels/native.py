@@ -92,7 +92,8 @@ class reference_rule:
 
 
 def use_instructions(name: str) -> None:
-    """Choose among "avx512", "avx2" and "portable" (all give the same bits). Raises ValueError where this CPU lacks it."""
+    """Choose among "avx512", "avx2" and "portable" (all give the same bits). Raises ValueError where this CPU lacks
+    it."""
     library, note = _load()
     if library is None or library.leantune_use(name.encode()):
         raise ValueError(f"instruction set {name!r} cannot run here ({note}). Known: avx512, avx2, portable.")

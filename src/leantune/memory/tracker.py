@@ -170,7 +170,8 @@ class MemoryTracker(TorchDispatchMode):
             self._handles.append(optimizer.register_step_pre_hook(self._update_begins))
             self._handles.append(optimizer.register_step_post_hook(self._update_ends))
             if callable(getattr(optimizer, "update", None)) and "update" not in vars(optimizer):
-                optimizer.update = functools.partial(self._update, optimizer.update, optimizer)  # type: ignore[attr-defined]
+                tracked = functools.partial(self._update, optimizer.update, optimizer)  # type: ignore[attr-defined]
+                optimizer.update = tracked  # type: ignore[attr-defined]
                 self._wrapped.append(optimizer)
 
     # -- what happens -------------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""AdamW with exact fp32 states (Loshchilov and Hutter 2019): the rule torch has, walked in tiles and usable inside backward.
+"""AdamW with exact fp32 states (Loshchilov and Hutter 2019): the rule torch has, walked in tiles and usable inside
+backward.
 
 m = beta1 m + (1 - beta1) g;   v = beta2 v + (1 - beta2) g^2
 w = w (1 - lr weight_decay) - lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)

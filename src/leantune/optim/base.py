@@ -45,7 +45,8 @@ class LeanOptimizer(torch.optim.Optimizer):
     def _apply(
         self, param: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any], grad_scale: float, key: int
     ) -> None:
-        """Move ``param`` by ``grad * grad_scale``; ``state`` is allocated and its step counted; ``key`` seeds random bits."""
+        """Move ``param`` by ``grad * grad_scale``; ``state`` is allocated and its step counted; ``key`` seeds random
+        bits."""
         raise NotImplementedError
 
     # -- the one path of a gradient ---------------------------------------------------------------------------------
@@ -56,7 +57,8 @@ class LeanOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Move one parameter by one gradient, whole.
 
-        ``grad``: the parameter's shape, any floating dtype, finite (the caller checks); it is multiplied by ``grad_scale`` in
+        ``grad``: the parameter's shape, any floating dtype, finite (the caller checks); it is multiplied by
+            ``grad_scale`` in
         fp32. Temporaries stay under 8 MiB whatever the size of the parameter.
         """
         if not state:
@@ -78,8 +80,8 @@ class LeanOptimizer(torch.optim.Optimizer):
         if self._fused is not None:
             if closure is not None:
                 raise BackwardError(
-                    "step(closure) runs backward several times, but under FusedBackward every backward already moves the "
-                    "weights. Call loss.backward() (or fused.backward(loss)) once and then step()."
+                    "step(closure) runs backward several times, but under FusedBackward every backward already moves "
+                    "the weights. Call loss.backward() (or fused.backward(loss)) once and then step()."
                 )
             return self._fused.close_step(self)
         loss = None
@@ -107,8 +109,9 @@ class LeanOptimizer(torch.optim.Optimizer):
         norm = squared_norm(grad)
         if not bool(torch.isfinite(norm)):
             raise NonFiniteError(
-                f"the gradient of {name} holds NaN or Inf (or its squares overflow float32). Nothing has been updated in "
-                "this step. Look at the loss and the learning rate; zero_grad() and go on with the next batch, or stop."
+                f"the gradient of {name} holds NaN or Inf (or its squares overflow float32). Nothing has been updated "
+                "in this step. Look at the loss and the learning rate; zero_grad() and go on with the next batch, or "
+                "stop."
             )
         return norm
 
@@ -117,8 +120,8 @@ class LeanOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as torch does; settings it does not name are the optimizer's defaults.
 
-        Raises InvalidArgumentError for an unknown or impossible setting, InvalidTypeError for a parameter this optimizer cannot
-        train (integer, complex, sparse, non-contiguous, float64), before anything is added.
+        Raises InvalidArgumentError for an unknown or impossible setting, InvalidTypeError for a parameter this
+        optimizer cannot train (integer, complex, sparse, non-contiguous, float64), before anything is added.
         """
         if not isinstance(param_group, dict):
             raise InvalidTypeError(f"a parameter group is a dict with 'params', not {type(param_group).__name__}")
@@ -150,8 +153,8 @@ class LeanOptimizer(torch.optim.Optimizer):
             name, param = item if isinstance(item, tuple) else (f"parameter {place}", item)
             if param in seen:
                 raise InvalidArgumentError(
-                    f"{name} (shape {tuple(param.shape)}) is given twice; it would be stepped twice. Name each parameter once "
-                    "(model.parameters() already lists tied weights once)."
+                    f"{name} (shape {tuple(param.shape)}) is given twice; it would be stepped twice. Name each "
+                    "parameter once (model.parameters() already lists tied weights once)."
                 )
             seen.add(param)
 
@@ -163,7 +166,8 @@ class LeanOptimizer(torch.optim.Optimizer):
         return f"parameter {place} of group {group_index} (shape {tuple(group['params'][place].shape)})"
 
     def _position(self, param: Tensor) -> int:
-        """Place of the parameter in all groups: part of the key of its random bits, the same on every rank and after resuming."""
+        """Place of the parameter in all groups: part of the key of its random bits, the same on every rank and after
+        resuming."""
         if param not in self._positions:
             everything = (param for group in self.param_groups for param in group["params"])
             self._positions = {param: place for place, param in enumerate(everything)}
@@ -184,10 +188,11 @@ class LeanOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state saved by ``state_dict()``. Every tensor keeps its own dtype (torch would cast it to the weight's).
+        """Restore a state saved by ``state_dict()``. Every tensor keeps its own dtype (torch would cast it to the
+        weight's).
 
-        Everything is checked first: raises StateMismatchError, with nothing changed, where the groups, the format, a structural
-        setting or a tensor's shape or dtype does not belong to this optimizer.
+        Everything is checked first: raises StateMismatchError, with nothing changed, where the groups, the format, a
+        structural setting or a tensor's shape or dtype does not belong to this optimizer.
         """
         saved = copy.copy(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -205,8 +210,8 @@ class LeanOptimizer(torch.optim.Optimizer):
                     new_state[param] = self._checked_state(states[number], param, mine, place)
         if set(states) - used:
             raise StateMismatchError(
-                f"the saved state has entries {sorted(set(states) - used)[:5]} that belong to no saved parameter group; the file "
-                "is damaged or was edited. Nothing has been changed."
+                f"the saved state has entries {sorted(set(states) - used)[:5]} that belong to no saved parameter "
+                "group; the file is damaged or was edited. Nothing has been changed."
             )
         self.__setstate__({"state": new_state, "param_groups": new_groups})
         for post in self._optimizer_load_state_dict_post_hooks.values():
@@ -220,27 +225,28 @@ class LeanOptimizer(torch.optim.Optimizer):
     def _check_saved_groups(self, groups: list[dict[str, Any]]) -> None:
         if len(groups) != len(self.param_groups):
             raise StateMismatchError(
-                f"the saved state has {len(groups)} parameter groups, this optimizer {len(self.param_groups)}. Build the "
-                "optimizer with the same groups it was saved with."
+                f"the saved state has {len(groups)} parameter groups, this optimizer {len(self.param_groups)}. Build "
+                "the optimizer with the same groups it was saved with."
             )
         for index, (mine, theirs) in enumerate(zip(self.param_groups, groups, strict=True)):
             if len(mine["params"]) != len(theirs["params"]):
                 raise StateMismatchError(
-                    f"group {index} has {len(theirs['params'])} parameters in the saved state and {len(mine['params'])} here. "
-                    "Were parameters frozen, unfrozen or tied differently when it was saved?"
+                    f"group {index} has {len(theirs['params'])} parameters in the saved state and "
+                    f"{len(mine['params'])} here. Were parameters frozen, unfrozen or tied differently when it was "
+                    "saved?"
                 )
             version = theirs.get("format_version")
             if version != FORMAT_VERSION:
                 raise StateMismatchError(
-                    f"group {index} of the saved state has format version {version}, this release reads {FORMAT_VERSION}. "
-                    f"It was not saved by this {type(self).__name__}; start a fresh optimizer, or load it with the release "
-                    "(or the optimizer) that saved it."
+                    f"group {index} of the saved state has format version {version}, this release reads "
+                    f"{FORMAT_VERSION}. It was not saved by this {type(self).__name__}; start a fresh optimizer, or "
+                    "load it with the release (or the optimizer) that saved it."
                 )
             for key in self.structural:
                 if theirs.get(key) != mine[key]:
                     raise StateMismatchError(
-                        f"group {index} was saved with {key}={theirs.get(key)!r}, this optimizer has {key}={mine[key]!r}. "
-                        f"Build it with {key}={theirs.get(key)!r} to go on from this state."
+                        f"group {index} was saved with {key}={theirs.get(key)!r}, this optimizer has "
+                        f"{key}={mine[key]!r}. Build it with {key}={theirs.get(key)!r} to go on from this state."
                     )
 
     def _merged_group(self, mine: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
@@ -265,8 +271,8 @@ class LeanOptimizer(torch.optim.Optimizer):
             if not isinstance(value, Tensor) or tuple(value.shape) != tuple(shape) or value.dtype != dtype:
                 found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
                 raise StateMismatchError(
-                    f"parameter {place} (shape {tuple(param.shape)}): saved {name} is {found}, expected {dtype} {tuple(shape)}. "
-                    "The file belongs to another model or was converted; nothing has been changed."
+                    f"parameter {place} (shape {tuple(param.shape)}): saved {name} is {found}, expected {dtype} "
+                    f"{tuple(shape)}. The file belongs to another model or was converted; nothing has been changed."
                 )
             if value.is_floating_point() and not bool(torch.isfinite(squared_norm(value))):
                 raise StateMismatchError(

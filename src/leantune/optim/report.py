@@ -12,7 +12,8 @@ Spec = tuple[tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True)
 class StateLayout:
-    """The state tensors of one parameter: ``tensors`` maps a name to (shape, dtype); ``reason`` says why this storage."""
+    """The state tensors of one parameter: ``tensors`` maps a name to (shape, dtype); ``reason`` says why this
+    storage."""
 
     storage: str
     reason: str
@@ -52,7 +53,8 @@ class ParameterState:
 
 @dataclass(frozen=True)
 class StateReport:
-    """Every parameter of an optimizer with its storage. ``str(report)`` is a table with parameters of one kind summed up."""
+    """Every parameter of an optimizer with its storage. ``str(report)`` is a table with parameters of one kind summed
+    up."""
 
     optimizer: str
     rows: list[ParameterState]

@@ -9,8 +9,8 @@ The rule is LaProp (Ziyin et al. 2020: momentum of normalised gradients) with si
     step = (u - beta1 u_q) / (1 - beta1)
     w    = w (1 - lr weight_decay) - lr step
 
-With exact storage u_q = u and step = u: that is ``states="exact"``. Otherwise sum(step) = sum(n) - beta1/(1-beta1) u_q over any
-run at constant lr, so quantisation errors never accumulate, whatever the quantiser.
+With exact storage u_q = u and step = u: that is ``states="exact"``. Otherwise sum(step) = sum(n) - beta1/(1-beta1) u_q
+over any run at constant lr, so quantisation errors never accumulate, whatever the quantiser.
 """
 
 from collections.abc import Iterable
@@ -39,7 +39,8 @@ MAX_CARRY_BYTES = 0.25
 def normalised_momentum(
     grad: Tensor, momentum: Tensor, variance: Tensor, beta1: float, beta2: float, step: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """LaProp's pure rule: (n, u, v) from g, u_prev and v_prev, all fp32 and of one shape. ``variance`` is overwritten by v."""
+    """LaProp's pure rule: (n, u, v) from g, u_prev and v_prev, all fp32 and of one shape. ``variance`` is overwritten
+    by v."""
     variance.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
     denominator = torch.mul(variance, 1 / (1 - beta2**step)).sqrt_().add_(eps)
     normalised = torch.div(grad, denominator, out=denominator)
@@ -47,7 +48,8 @@ def normalised_momentum(
 
 
 def released_step(momentum: Tensor, decoded: Tensor, beta1: float) -> Tensor:
-    """step = (u - beta1 u_q) / (1 - beta1): u itself, plus what storing it dropped, at the weight it would have had later."""
+    """step = (u - beta1 u_q) / (1 - beta1): u itself, plus what storing it dropped, at the weight it would have had
+    later."""
     return torch.sub(momentum, decoded, alpha=beta1).mul_(1 / (1 - beta1))
 
 
@@ -63,7 +65,8 @@ class TernaryAdamW(LeanOptimizer):
         carry_rank: rank of the exact low-rank part of momentum; 0 turns it off. 2 * rank * (rows + cols) bytes.
         momentum_planes: trits an element for momentum, 1 or 2 (0.45 or 0.67 B/param).
         block_size: elements that share scales; a multiple of 8.
-        states: "ternary", or "exact" for fp32 states (8 B/param), per group. Vectors and matrices under 16 columns are exact.
+        states: "ternary", or "exact" for fp32 states (8 B/param), per group. Vectors and matrices under 16 columns are
+            exact.
         rounding: of weights under 32 bits: "stochastic" (the meaning of None) or "nearest".
         master_bits: 24 keeps an 8-bit remainder beside each bfloat16 weight (1 B/param).
         seed: of the counter hash behind stochastic rounding.

@@ -13,8 +13,9 @@ _MARKERS = re.compile(r"\{%-?\s*generation\b")
 def encode_chat(messages: list[dict[str, str]], tokenizer: Any, learnt_from: int = 0) -> tuple[list[int], list[int]]:
     """(input_ids, labels) of a conversation rendered with the tokenizer's chat template.
 
-    Where the template marks what the assistant says ({% generation %}), the marks decide. Elsewhere a turn is what it adds to
-    the rendering, with the generation prompt, of all turns before it; both must be true prefixes of the whole, token by token.
+    Where the template marks what the assistant says ({% generation %}), the marks decide. Elsewhere a turn is what it
+    adds to the rendering, with the generation prompt, of all turns before it; both must be true prefixes of the whole,
+    token by token.
 
     Args:
         messages: turns with ``role`` (system, user, assistant) and ``content``.
@@ -39,8 +40,10 @@ def encode_chat(messages: list[dict[str, str]], tokenizer: Any, learnt_from: int
         end = _render(messages[: place + 1], tokenizer, ask=False)
         if ids[: len(start)] != start or ids[: len(end)] != end:
             raise BadRowError(
-                f"turn {place + 1} cannot be told from what surrounds it: the chat template changes earlier turns, or does not "
-                "begin an answer with its generation prompt, or a token spans the border (an answer beginning with a blank "
+                f"turn {place + 1} cannot be told from what surrounds it: the chat template changes earlier turns, or "
+                f"does not "
+                "begin an answer with its generation prompt, or a token spans the border (an answer beginning with a "
+                "blank "
                 "line). Give prompt/completion rows, or a template with {% generation %} marks"
             )
         labels[len(start) : len(end)] = ids[len(start) : len(end)]

@@ -32,7 +32,8 @@ _ONLY_FOR = {
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The keys of a run that leantune itself reads. ``extra`` holds the other fields of ``trl.SFTConfig`` that were set."""
+    """The keys of a run that leantune itself reads. ``extra`` holds the other fields of ``trl.SFTConfig`` that were
+    set."""
 
     model_name_or_path: str = ""
     dataset: str = ""
@@ -114,7 +115,8 @@ class TrainConfig:
         return _LORA_RATE if self.method == "lora" else _LEARNING_RATES.get((self.method, self.optim), 5e-5)
 
     def to_yaml(self) -> str:
-        """The resolved config as YAML that :func:`load_config` reads back to an equal one (``resume`` is not part of it)."""
+        """The resolved config as YAML that :func:`load_config` reads back to an equal one (``resume`` is not part of
+        it)."""
         left_out = ("extra", "notes", "resume")
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in left_out}
         values = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
@@ -124,8 +126,8 @@ class TrainConfig:
 def load_config(path: str | Path | None = None, flags: typing.Sequence[str] = ()) -> TrainConfig:
     """Read a YAML file and flags (``--key value``, ``--key=value``, ``--key``); flags win.
 
-    Raises ConfigError listing every problem found: unknown keys with the nearest known one, wrong types, combinations that
-    cannot work.
+    Raises ConfigError listing every problem found: unknown keys with the nearest known one, wrong types, combinations
+    that cannot work.
     """
     problems: list[str] = []
     notes: list[str] = []
@@ -243,12 +245,14 @@ def _combinations(c: TrainConfig) -> list[str]:
     found = _wrong_values(c) + _ignored(c) + _wrong_extra(c)
     if c.fused and not c.ours:
         found.append(
-            f"fused_backward is on, but transformers' {c.optim} needs all gradients at once; use one of {', '.join(OUR_OPTIMIZERS)}"
+            f"fused_backward is on, but transformers' {c.optim} needs all gradients at once; "
+            f"use one of {', '.join(OUR_OPTIMIZERS)}"
         )
     if c.fused and c.gradient_accumulation_steps > 1:
         found.append(
-            f"gradient_accumulation_steps is {c.gradient_accumulation_steps} with fused_backward, which frees each gradient before the next "
-            "micro-batch. Raise per_device_train_batch_size instead (the loss without logits makes room), or set fused_backward: false"
+            f"gradient_accumulation_steps is {c.gradient_accumulation_steps} with fused_backward, which frees each "
+            "gradient before the next micro-batch. Raise per_device_train_batch_size instead (the loss without logits "
+            "makes room), or set fused_backward: false"
         )
     if c.fused and c.max_grad_norm is not None and c.clip == "none":
         found.append("max_grad_norm is set, but clip: none would ignore it; write clip: global (exact) or per_tensor")

@@ -49,7 +49,7 @@ REFUSED = {
     "optim_args": "write the setting itself: betas, weight_decay, carry_rank...",
     "optim_target_modules": "it belongs to optimizers that are not in this release; leave it out",
     "max_steps_per_epoch": "write max_steps",
-    "fp16": "float16 needs loss scaling, which is not in this release; use dtype: bfloat16, or dtype: float32 and bf16: true",
+    "fp16": "float16 needs loss scaling, not in this release; use dtype: bfloat16, or dtype: float32 and bf16: true",
     "loss_type": "the loss is the mean negative log-likelihood of the trained tokens; leave it out",
     "label_smoothing_factor": "label smoothing is not in this release; leave it out",
     "use_liger_kernel": "the loss without logits is exact_savings: true; leave use_liger_kernel out",
@@ -82,7 +82,7 @@ REFUSED = {
     "label_names": "leave it out; the labels are leantune's",
     "remove_unused_columns": "leave it out; rows hold input_ids and labels alone",
     "resume_from_checkpoint": "write resume: true; it goes on from the last whole checkpoint in output_dir",
-    "auto_find_batch_size": "it starts again after an out-of-memory, with weights already moved; set memory_budget instead",
+    "auto_find_batch_size": "it starts again after an out-of-memory, weights already moved; set memory_budget instead",
     "push_to_hub": "upload output_dir yourself after training",
     "hub_token": "a token does not belong into the config kept beside a run; set the variable HF_TOKEN",
     "logging_nan_inf_filter": "a loss that is not finite stops the run; leave it out",
@@ -115,7 +115,7 @@ def passed_through() -> dict[str, tuple[Any, Any]]:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """ "; did you mean 'max_length'?", or nothing where no known name is close; aliases lead to the name they stand for."""
+    """ "; did you mean 'max_length'?", or nothing where no known name is close; aliases lead to what they stand for."""
     close = difflib.get_close_matches(name, sorted({*known, *ALIASES}), n=1)
     return f"; did you mean {ALIASES.get(close[0], close[0])!r}?" if close else ""
 

@@ -25,9 +25,9 @@ class PreparedData:
 def load_data(config: TrainConfig, tokenizer: Any) -> PreparedData:
     """Read, check and tokenise the data of a run.
 
-    Chat data and alpaca train on assistant turns and the token that ends them, prompt/completion on the completion, text on
-    everything. Rows that cannot be used (empty answers, unknown roles, nothing left to learn after truncation) are a ConfigError
-    with row numbers, or with ``drop_invalid`` a note.
+    Chat data and alpaca train on assistant turns and the token that ends them, prompt/completion on the completion,
+    text on everything. Rows that cannot be used (empty answers, unknown roles, nothing left to learn after truncation)
+    are a ConfigError with row numbers, or with ``drop_invalid`` a note.
     """
     notes: list[str] = []
     train = _encode_all(_read(config.dataset), config, tokenizer, config.dataset, notes)
@@ -103,7 +103,8 @@ def _encode_all(rows: Any, config: TrainConfig, tokenizer: Any, source: str, not
         listed = "\n  ".join([*bad[:10], *([f"and {len(bad) - 10} more"] if len(bad) > 10 else [])])
         if not config.drop_invalid:
             raise ConfigError(
-                f"- {source}: {len(bad)} of {len(rows)} rows cannot be used (drop_invalid: true leaves them out):\n  {listed}"
+                f"- {source}: {len(bad)} of {len(rows)} rows cannot be used (drop_invalid: true leaves them out):\n  "
+                f"{listed}"
             )
         notes.append(f"{source}: dropped {len(bad)} of {len(rows)} rows:\n  {listed}")
     if not encoded:

@@ -1,4 +1,5 @@
-"""What a resumed run must share with the run it goes on from, so that it continues and does not start something else."""
+"""What a resumed run must share with the run it goes on from, so that it continues and does not start something
+else."""
 
 import hashlib
 import json
@@ -34,7 +35,8 @@ def write_identity(config: TrainConfig, data: PreparedData, folder: Path) -> Non
 
 
 def check_identity(config: TrainConfig, data: PreparedData, folder: Path) -> None:
-    """Raise StateMismatchError naming every difference between this run and the one whose checkpoints lie in ``folder``.
+    """Raise StateMismatchError naming every difference between this run and the one whose checkpoints lie in
+    ``folder``.
 
     Learning rate, schedule, number of steps, evaluation and logging may change: they change what comes, not what was.
     """

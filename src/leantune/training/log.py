@@ -13,7 +13,8 @@ from leantune.memory.plots import plot_loss
 
 
 class RunLog(TrainerCallback):
-    """Writes what transformers logs, with the time and the memory beside it; ``append`` goes on with an earlier file."""
+    """Writes what transformers logs, with the time and the memory beside it; ``append`` goes on with an earlier
+    file."""
 
     def __init__(self, folder: Path, append: bool = False) -> None:
         self.path = folder / "log.jsonl"

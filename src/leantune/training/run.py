@@ -30,7 +30,8 @@ from leantune.training.trainer import VELORA_FILE, LeanTrainer, base_model, chec
 
 @dataclass
 class TrainResult:
-    """What a run gives back. Losses in nats a token, ``memory_by_part`` and ``peak_bytes`` in bytes of one measured step."""
+    """What a run gives back. Losses in nats a token, ``memory_by_part`` and ``peak_bytes`` in bytes of one measured
+    step."""
 
     model: Any
     tokenizer: Any
@@ -48,8 +49,8 @@ class TrainResult:
 def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult:
     """Fine-tune the model a config names; writes the model, log.jsonl, plots and reports into ``output_dir``.
 
-    Raises ConfigError before the model is loaded where config or data cannot work, and where ``memory_budget`` is exceeded by the
-    plan; NonFiniteError where the loss leaves the numbers.
+    Raises ConfigError before the model is loaded where config or data cannot work, and where ``memory_budget`` is
+    exceeded by the plan; NonFiniteError where the loss leaves the numbers.
     """
     console = console or Console()
     output = Path(config.output_dir)
@@ -124,8 +125,8 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
 def _refuse_more_than_one_process() -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
-            f"- this was launched as {os.environ['WORLD_SIZE']} processes, and this release trains in one: gradients would not be "
-            "reduced over them and the copies would drift apart. Start it with plain `leantune train`"
+            f"- this was launched as {os.environ['WORLD_SIZE']} processes, and this release trains in one: gradients "
+            "would not be reduced over them and the copies would drift apart. Start it with plain `leantune train`"
         )
 
 
@@ -137,8 +138,8 @@ def _checkpoint_to_resume(config: TrainConfig, output: Path) -> Path | None:
         return found[-1]
     if found:
         raise ConfigError(
-            f"- output_dir {output} holds checkpoints of an earlier run ({found[-1].name}); write resume: true to go on from it, or "
-            "another output_dir"
+            f"- output_dir {output} holds checkpoints of an earlier run ({found[-1].name}); write resume: true to go "
+            "on from it, or another output_dir"
         )
     return None
 
@@ -256,7 +257,8 @@ def _transformers_bound(config: TrainConfig) -> float:
 
 
 def _plan(config: TrainConfig, trainer: LeanTrainer, data: PreparedData) -> Plan | None:
-    """The plan for the largest batch of the run. Transformers' own optimizers allocate where no plan can look: none then."""
+    """The plan for the largest batch of the run. Transformers' own optimizers allocate where no plan can look: none
+    then."""
     optimizer: Any = trainer.optimizer
     if optimizer is None:
         optimizer = trainer.create_optimizer()
@@ -294,13 +296,15 @@ def _hold_against_budget(config: TrainConfig, plan: Plan | None) -> None:
     budget = parse_size(config.memory_budget)
     if plan.total > budget:
         raise ConfigError(
-            f"- memory_budget is {config.memory_budget}, and the plan needs {plan.total / 2**30:.2f} GiB at {plan.where}. "
-            "Lower per_device_train_batch_size or max_length, turn on gradient_checkpointing, or choose method: lora."
+            f"- memory_budget is {config.memory_budget}, and the plan needs {plan.total / 2**30:.2f} GiB at "
+            f"{plan.where}. Lower per_device_train_batch_size or max_length, turn on gradient_checkpointing, or choose "
+            "method: lora."
         )
 
 
 class _MemoryProbe(TrainerCallback):
-    """Runs one early step under the memory tracker: the second, when states exist (the first where it is the only one)."""
+    """Runs one early step under the memory tracker: the second, when states exist (the first where it is the only
+    one)."""
 
     def __init__(self, trainer: LeanTrainer) -> None:
         self._trainer = trainer

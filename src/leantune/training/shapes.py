@@ -16,13 +16,15 @@ _ROLES = {
 
 ACCEPTED = """accepted shapes, a row each:
   messages:    {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}
-               {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hi."}]}
+               {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"},
+                             {"role": "assistant", "content": "Hi."}]}
   prompt:      {"prompt": "2+2? ", "completion": "4"}
                {"prompt": [{"role": "user", "content": "2+2?"}], "completion": [{"role": "assistant", "content": "4"}]}
   alpaca:      {"instruction": "Add the numbers.", "input": "2 and 2", "output": "4"}
                {"instruction": "Name a colour.", "input": "", "output": "Red"}
   sharegpt:    {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]}
-               {"conversations": [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hi."}]}
+               {"conversations": [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "Hi"},
+                                  {"from": "gpt", "value": "Hi."}]}
   text:        {"text": "Any document; every token is trained on."}
                {"text": "Another document."}"""
 
@@ -34,7 +36,8 @@ class BadRowError(ValueError):
 
 
 def detect(columns: list[str]) -> Callable[[Row], Row]:
-    """The converter for data with these columns. It maps a row to {"messages": [...]} or {"prompt", "completion"} or {"text"}.
+    """The converter for data with these columns. It maps a row to {"messages": [...]} or {"prompt", "completion"} or
+    {"text"}.
 
     Raises ConfigError naming the columns and the accepted shapes (trap P8).
 

@@ -1,4 +1,5 @@
-"""LeanTrainer: TRL's SFT trainer with the loss without logits, fused backward, and checkpoints that are whole or absent."""
+"""LeanTrainer: TRL's SFT trainer with the loss without logits, fused backward, and checkpoints that are whole or
+absent."""
 
 import math
 import os
@@ -21,7 +22,8 @@ _UNUSED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "se
 
 
 class LeanTrainer(SFTTrainer):
-    """Trains on already tokenised rows. ``lean`` is the run's config, ``velora`` the handle of its projection, if any."""
+    """Trains on already tokenised rows. ``lean`` is the run's config, ``velora`` the handle of its projection, if
+    any."""
 
     def __init__(self, lean: TrainConfig, velora: VeloraHandle | None, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -49,9 +51,9 @@ class LeanTrainer(SFTTrainer):
             loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         if not bool(torch.isfinite(loss.detach())):
             raise NonFiniteError(
-                f"the loss is {loss.item()} at step {self.state.global_step + 1} (epoch {self.state.epoch or 0:.2f}); training stops "
-                f"before backward, nothing was updated in this step. {self._last_good()} Lower the learning rate, or look at the "
-                "rows of this batch."
+                f"the loss is {loss.item()} at step {self.state.global_step + 1} (epoch {self.state.epoch or 0:.2f}); "
+                f"training stops before backward, nothing was updated in this step. {self._last_good()} Lower the "
+                "learning rate, or look at the rows of this batch."
             )
         hooks = self._watch_gradients()
         if self.lean.fused:
@@ -86,9 +88,10 @@ class LeanTrainer(SFTTrainer):
         missed = [n for n, param in model.named_parameters() if param.requires_grad and n not in reached]
         if missed:
             raise BackwardError(
-                f"{len(missed)} trainable parameter(s) got no gradient in the first step ({', '.join(missed[:3])}"
-                f"{', ...' if len(missed) > 3 else ''}): they would never be trained. Freeze them (requires_grad_(False)) if "
-                "that is meant; otherwise look for a detach(), an unused module, or checkpointing below frozen embeddings."
+                f"{len(missed)} trainable parameter(s) got no gradient in the first step "
+                f"({', '.join(missed[:3])}{', ...' if len(missed) > 3 else ''}): they would never be trained. Freeze "
+                "them (requires_grad_(False)) if that is meant; otherwise look for a detach(), an unused module, or "
+                "checkpointing below frozen embeddings."
             )
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
@@ -99,15 +102,17 @@ class LeanTrainer(SFTTrainer):
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if norm is not None and self.accelerator.scaler is None and not math.isfinite(float(norm)):
             raise NonFiniteError(
-                f"the gradient norm is {float(norm)} at step {self.state.global_step + 1}; training stops before the optimizer, "
-                f"nothing was updated in this step. {self._last_good()} Lower the learning rate, or look at the rows of this batch."
+                f"the gradient norm is {float(norm)} at step {self.state.global_step + 1}; training stops before the "
+                f"optimizer, nothing was updated in this step. {self._last_good()} Lower the learning rate, or look at "
+                "the rows of this batch."
             )
         return norm
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Mean loss over the trained tokens (of the whole step where ``num_items_in_batch`` says how many those are)."""
+        """Mean loss over the trained tokens (of the whole step where ``num_items_in_batch`` says how many those
+        are)."""
         total, count = self._summed_loss(model, inputs)
         loss = total / (count if num_items_in_batch is None else num_items_in_batch)
         return (loss, None) if return_outputs else loss
@@ -321,6 +326,7 @@ def check_exact_loss(model: Any) -> None:
         torch.set_rng_state(random_state)
     if not torch.allclose(ours.double(), theirs.double(), rtol=2e-2, atol=1e-2):
         raise ConfigError(
-            f"- exact_savings: the loss without logits is {float(ours):.4f} where {type(inner).__name__}'s own logits give "
-            f"{float(theirs):.4f} (eight tokens): it changes its logits in a way that is not known here; set exact_savings: false"
+            f"- exact_savings: the loss without logits is {float(ours):.4f} where {type(inner).__name__}'s own logits "
+            f"give {float(theirs):.4f} (eight tokens): it changes its logits in a way that is not known here; set "
+            "exact_savings: false"
         )

@@ -42,8 +42,8 @@ class _Layer:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Layer":
         raise InvalidTypeError(
-            "a model under VeLoRA cannot be deep-copied: the copy's layers would write to the original's projection. Call "
-            "handle.remove() first, copy, and apply_velora to both."
+            "a model under VeLoRA cannot be deep-copied: the copy's layers would write to the original's projection. "
+            "Call handle.remove() first, copy, and apply_velora to both."
         )
 
 
@@ -55,13 +55,15 @@ def apply_velora(model: nn.Module, target_modules: Sequence[str] | str, num_grou
         target_modules: ends of dotted module names (["down_proj"]), or one regular expression over whole names.
         num_groups: sub-tokens a token is cut into; each keeps one number.
 
-    Forward, dX and db are exact; dW is approximate (:mod:`leantune.activations.velora.projection`). A layer's direction v is set by its
-    first training forward; evaluation and ``no_grad`` forwards never set it and run the plain layer.
+    Forward, dX and db are exact; dW is approximate (:mod:`leantune.activations.velora.projection`). A layer's direction
+    v is set by its first training forward; evaluation and ``no_grad`` forwards never set it and run the plain layer.
 
-    Returns a handle with ``report()``, ``remove()``, ``state_dict()``, ``load_state_dict()``, ``save()`` and ``load()``.
+    Returns a handle with ``report()``, ``remove()``, ``state_dict()``, ``load_state_dict()``, ``save()`` and
+    ``load()``.
 
-    Raises InvalidArgumentError or InvalidTypeError before anything is changed: a target that matches nothing (with close names), a
-    match that is not a plain trainable nn.Linear, VeLoRA applied twice, a num_groups the layer cannot be cut into.
+    Raises InvalidArgumentError or InvalidTypeError before anything is changed: a target that matches nothing (with
+    close names), a match that is not a plain trainable nn.Linear, VeLoRA applied twice, a num_groups the layer cannot
+    be cut into.
 
     >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
     >>> handle = apply_velora(model, ["2"], num_groups=8)
@@ -114,7 +116,8 @@ class VeloraHandle:
         return VeloraReport(rows)
 
     def use_fp32_products(self) -> None:
-        """Multiply narrow operands in fp32, as :mod:`leantune.kernels.half_linear` does for plain layers on such CPUs."""
+        """Multiply narrow operands in fp32, as :mod:`leantune.kernels.half_linear` does for plain layers on such
+        CPUs."""
         for layer in self._layers:
             layer.wide = needs_fp32_products(layer.module.weight.dtype) and layer.module.weight.device.type == "cpu"
 
@@ -145,8 +148,8 @@ class VeloraHandle:
             if name not in by_name or tuple(v.shape) != (by_name[name].cut.size,):
                 expected = f"({by_name[name].cut.size},)" if name in by_name else "no such layer"
                 raise StateMismatchError(
-                    f"saved VeLoRA direction {name} has shape {tuple(v.shape)}, here: {expected}. Apply VeLoRA with the "
-                    "target_modules and num_groups it was saved with."
+                    f"saved VeLoRA direction {name} has shape {tuple(v.shape)}, here: {expected}. Apply VeLoRA with "
+                    "the target_modules and num_groups it was saved with."
                 )
         for name, layer in by_name.items():
             layer.v = state[name].to(layer.module.weight.device, torch.float32) if name in state else None
@@ -164,8 +167,8 @@ class VeloraHandle:
         self.load_state_dict(load_file(str(path)))
 
     def _input_kept_anyway(self, layer: _Layer) -> bool:
-        """Whether the input is kept whatever VeLoRA does: something still held it when backward came (a ReLU keeps its output),
-        the block is checkpointed, or a trained sibling outside the targets, by the usual names, reads it."""
+        """Whether the input is kept whatever VeLoRA does: something still held it when backward came (a ReLU keeps its
+        output), the block is checkpointed, or a trained sibling outside the targets, by the usual names, reads it."""
         if layer.held or layer.recomputed:
             return True
         parent, _, own = layer.name.rpartition(".")
@@ -179,7 +182,8 @@ _SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("qu
 
 
 def _forward(module: nn.Linear, x: Tensor) -> Tensor:
-    """What a layer under VeLoRA runs. A batch that trains the weight goes through the projection; any other is exact."""
+    """What a layer under VeLoRA runs. A batch that trains the weight goes through the projection; any other is
+    exact."""
     layer: _Layer = getattr(module, _MARK)
     if not (module.training and torch.is_grad_enabled() and module.weight.requires_grad):
         return nn.functional.linear(x, module.weight, module.bias)
@@ -240,8 +244,8 @@ def _checked(name: str, module: Any) -> nn.Linear:
         raise InvalidArgumentError(f"{name} is under VeLoRA already; call remove() on its handle first.")
     if type(module) is not nn.Linear or "forward" in module.__dict__:
         raise InvalidTypeError(
-            f"{name} is a {type(module).__name__}; VeLoRA here is for plain nn.Linear layers in full fine-tuning. Leave it out "
-            "of target_modules."
+            f"{name} is a {type(module).__name__}; VeLoRA here is for plain nn.Linear layers in full fine-tuning. "
+            "Leave it out of target_modules."
         )
     if not module.weight.requires_grad:
         raise InvalidArgumentError(

@@ -17,7 +17,8 @@ class VeloraLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, v: Tensor, cut: SubTokens, wide: bool
     ) -> Tensor:
-        """``x`` (..., D), ``z`` its projection (N, groups). ``wide``: fp32 products of narrow operands, for such CPUs."""
+        """``x`` (..., D), ``z`` its projection (N, groups). ``wide``: fp32 products of narrow operands, for such
+        CPUs."""
         ctx.save_for_backward(z, weight, v)
         ctx.cut, ctx.wide = cut, wide
         if wide:

@@ -1,7 +1,7 @@
 """The projection of VeLoRA: a token's features cut into sub-tokens, each kept as one number.
 
-X is (N tokens, D features); a token is cut into g sub-tokens of size M = ceil(D / num_groups), the last one padded with zeros
-where M does not divide D. v is one unit vector of size M. Kept: Z = <sub-token, v>, (N, g), instead of X.
+X is (N tokens, D features); a token is cut into g sub-tokens of size M = ceil(D / num_groups), the last one padded with
+zeros where M does not divide D. v is one unit vector of size M. Kept: Z = <sub-token, v>, (N, g), instead of X.
 
     C = dY^T Z  (out, g)          dW[o, j M + s] = C[o, j] v[s]
 
@@ -22,7 +22,8 @@ _TILE_ELEMENTS = 1 << 18
 
 @dataclass(frozen=True)
 class SubTokens:
-    """How ``features`` are cut: ``groups`` sub-tokens of ``size``; the last holds ``tail`` features (``size`` when nothing is padded).
+    """How ``features`` are cut: ``groups`` sub-tokens of ``size``; the last holds ``tail`` features (``size`` when
+    nothing is padded).
 
     >>> SubTokens.of(1536, 32), SubTokens.of(10, 4)
     (SubTokens(features=1536, size=48, groups=32), SubTokens(features=10, size=3, groups=4))
@@ -34,10 +35,12 @@ class SubTokens:
 
     @classmethod
     def of(cls, features: int, num_groups: int) -> "SubTokens":
-        """Cut ``features`` into at most ``num_groups`` sub-tokens; raises InvalidArgumentError where that is impossible."""
+        """Cut ``features`` into at most ``num_groups`` sub-tokens; raises InvalidArgumentError where that is
+        impossible."""
         if not isinstance(num_groups, int) or not 1 <= num_groups <= features:
             raise InvalidArgumentError(
-                f"num_groups is {num_groups!r}; a layer of {features} features can be cut into 1 to {features} sub-tokens."
+                f"num_groups is {num_groups!r}; a layer of {features} features can be cut into 1 to {features} "
+                f"sub-tokens."
             )
         size = -(-features // num_groups)
         return cls(features, size, -(-features // size))
@@ -72,8 +75,8 @@ def mean_direction(x: Tensor, cut: SubTokens) -> Tensor | None:
         if not bool(x.any()):
             return None
         raise InvalidArgumentError(
-            "the sub-tokens of the first training batch average to zero, so VeLoRA has no direction to project on. Leave this "
-            "layer out of target_modules, or use another num_groups."
+            "the sub-tokens of the first training batch average to zero, so VeLoRA has no direction to project on. "
+            "Leave this layer out of target_modules, or use another num_groups."
         )
     return (mean / norm).float()
 
@@ -96,7 +99,8 @@ def project(x: Tensor, v: Tensor, cut: SubTokens) -> Tensor:
 
 
 def weight_gradient(grad_output: Tensor, z: Tensor, v: Tensor, cut: SubTokens) -> Tensor:
-    """dW, (out, D), from dY (N, out), Z (N, groups) and v: the outer product of C = dY^T Z with v, its padding cut off."""
+    """dW, (out, D), from dY (N, out), Z (N, groups) and v: the outer product of C = dY^T Z with v, its padding cut
+    off."""
     # In fp32: small, and rounded once when the product with v is.
     wide = torch.promote_types(grad_output.dtype, torch.float32)
     coefficients = grad_output.t().to(wide) @ z.to(wide)

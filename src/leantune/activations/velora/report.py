@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class VeloraRow:
-    """One layer. Bytes are of the last training forward (0 before one); ``saved_bytes`` counts 0 where X is kept anyway."""
+    """One layer. Bytes are of the last training forward (0 before one); ``saved_bytes`` counts 0 where X is kept
+    anyway."""
 
     name: str
     features: int
