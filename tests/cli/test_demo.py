@@ -101,7 +101,7 @@ def test_an_earlier_demo_is_replaced_and_nothing_else_is_touched(tmp_path):
     (tmp_path / "leantune" / "checkpoint-1").mkdir()
     (tmp_path / "torch_adamw").mkdir()
     (tmp_path / "torch_adamw" / "mine.txt").write_text("keep")
-    demo._prepare(tmp_path, demo.Size(1, 8, 4))
+    demo._prepare(tmp_path, demo.Size(1, 8, 4, 8))
     assert list((tmp_path / "leantune").iterdir()) == []
     assert (tmp_path / "torch_adamw" / "mine.txt").read_text() == "keep"
     assert len((tmp_path / "held_out.jsonl").read_text(encoding="utf-8").splitlines()) == 8
@@ -127,4 +127,4 @@ def test_batched_answers_with_left_padding_are_those_of_one_row_at_a_time(tmp_pa
         {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": ""}]}
         for text in ("Short.", "A much longer sentence about a train ticket for 12 euros.")
     ]
-    assert demo.answers(folder, rows) == [demo.answers(folder, [row])[0] for row in rows]
+    assert demo.answers(folder, rows, 72) == [demo.answers(folder, [row], 72)[0] for row in rows]

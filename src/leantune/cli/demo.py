@@ -58,11 +58,12 @@ Results = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Size:
-    """How much a demo does: training steps, held-out rows for the loss, and those of them that are answered."""
+    """How much a demo does: training steps, held-out rows for the loss, of them the answered, tokens each."""
 
     steps: int
     held_out: int
     generated: int
+    new_tokens: int
 
 
 def demo(
@@ -78,7 +79,9 @@ def demo(
     """Fine-tune SmolLM2-135M-Instruct on sentences to JSON records, beside torch AdamW, and compare."""
     if max_steps < 0:
         raise ConfigError(f"- max_steps is {max_steps}; write how many steps to train, or leave it out for {STEPS}")
-    size = Size(max_steps or 4, 8, 4) if tiny else Size(max_steps or STEPS, HELD_OUT_ROWS, GENERATED_ROWS)
+    size = Size(max_steps or STEPS, HELD_OUT_ROWS, GENERATED_ROWS, MAX_NEW_TOKENS)
+    if tiny:
+        size = Size(max_steps or 4, 8, 4, 8)
     if side:
         _train_side(side, tiny, output_dir, size)
         return
@@ -92,14 +95,13 @@ def demo(
     console.print(f"model: {demo_model_source(model)}", highlight=False)
     held_out = _prepare(output_dir, size)
     console.print(f"before training: {size.generated} held-out sentences are answered", highlight=False)
-    before = answers(model, held_out[: size.generated])
+    before = answers(model, held_out[: size.generated], size.new_tokens)
     results: Results = {}
     for name in SIDES:
         console.rule(name)
         results[name] = _run_side(name, tiny, output_dir, size)
-        results[name] |= _examined(
-            held_out[: size.generated], before, answers(output_dir / folder_of(name), held_out[: size.generated])
-        )
+        after = answers(output_dir / folder_of(name), held_out[: size.generated], size.new_tokens)
+        results[name] |= _examined(held_out[: size.generated], before, after)
     _report(console, results, output_dir, size, demo_model_source(model))
     minutes = (time.perf_counter() - began) / 60
     console.print(f"\nwritten to {output_dir} ({minutes:.1f} minutes in all)", highlight=False)
@@ -126,12 +128,23 @@ def _prepare(output_dir: Path, size: Size) -> Rows:
 
 
 def _run_side(name: str, tiny: bool, output_dir: Path, size: Size) -> dict[str, Any]:
-    """Train one side in a process of its own: what one leaves in memory must not count for the other."""
+    """Train one side in a process of its own: what one leaves in memory must not count for the other.
+
+    The tiny model leaves nothing worth counting, and starting Python twice more would take longer than its training.
+    """
+    if tiny:
+        _train_side(name, tiny, output_dir, size)
+        return _figures(name, output_dir)
     command = [sys.executable, "-m", "leantune.cli.demo", "--side", name, "--output_dir", str(output_dir)]
-    command += ["--max_steps", str(size.steps), *(["--tiny"] if tiny else [])]
+    command += ["--max_steps", str(size.steps)]
     finished = subprocess.run(command, check=False)
     if finished.returncode:
         raise typer.Exit(finished.returncode)
+    return _figures(name, output_dir)
+
+
+def _figures(name: str, output_dir: Path) -> dict[str, Any]:
+    """What `_train_side` wrote."""
     figures: dict[str, Any] = json.loads((output_dir / folder_of(name) / "demo.json").read_text(encoding="utf-8"))
     return figures
 
@@ -174,7 +187,7 @@ def _train_side(name: str, tiny: bool, output_dir: Path, size: Size) -> None:
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-def answers(folder: Path, rows: Rows) -> list[str]:
+def answers(folder: Path, rows: Rows, new_tokens: int) -> list[str]:
     """Greedy answers of the model saved in ``folder`` to the prompts of ``rows``: one batch, padded on the left.
 
     Weights are widened to float32, exactly: a CPU without bfloat16 products would take minutes for the same answers.
@@ -192,7 +205,7 @@ def answers(folder: Path, rows: Rows) -> list[str]:
         out = model.generate(
             input_ids=batch["input_ids"],
             attention_mask=batch["attention_mask"],
-            max_new_tokens=MAX_NEW_TOKENS,
+            max_new_tokens=new_tokens,
             do_sample=False,
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=tokenizer.eos_token_id,
