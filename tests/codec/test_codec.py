@@ -129,7 +129,7 @@ def test_log_ternary_keeps_the_spread_over_thousands_of_steps(cols: int) -> None
         (sample / v.sqrt())[sample != 0], (sample / exact.sqrt())[sample != 0], dim=0
     ).item()
     mean = (exact.sum(-1) / grid.counts).unsqueeze(-1).expand_as(exact)
-    assert cosine(decoded) > cosine(mean) + 0.1
+    assert cosine(decoded) > cosine(mean) + 0.05
 
 
 def test_a_fallen_gradient_lets_v_fall() -> None:

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 OCTAVE = float(1 << 23)
-FLOOR = 1e-6
+FLOOR = 2.0**-10
 """v is floored at this fraction of its block's mean before the logarithm is taken."""
+LEAST_RAISE = 8
+"""Raises of a level below this many units of 2^-7 octave are left out: ordinary noise would ratchet it upwards."""
 FIRST_STEP = 1.22
 """The first log-step of a block is this times the standard deviation of L(v): the MSE-optimal ternary step of a
 Gaussian."""
@@ -72,7 +74,21 @@ def encode(
     if mask is not None:
         trits.mul_(mask)
     # An empty block has inverse 0, so its trits are floor(0 + uniform) = 0 already.
-    return trits, level, step
+    return trits, _raised(level, step, values, empty), step
+
+
+def _raised(level: Tensor, step: Tensor, values: Tensor, empty: Tensor) -> Tensor:
+    """The level, raised by what lies beyond it and its step: log2 of sum v / sum min(v, L^-1(l + d)).
+
+    A trit reaches no further than d above l. Where few elements of a block are alive (dead inputs, one-hot data) the
+    live ones lie beyond, and what each encode cut off would compound: v would settle at (1 - beta2) g^2, not at g^2.
+    """
+    reach = decode(torch.ones_like(level, dtype=torch.float32).unsqueeze(-1), level, step)
+    wanted, kept = (v.sum(dim=-1).view(torch.int32).to(torch.int64) for v in (values, torch.minimum(values, reach)))
+    missing = wanted - kept + (1 << 15) >> 16
+    missing.masked_fill_((missing < LEAST_RAISE) | empty, 0)
+    upper = level.view(torch.int16).to(torch.int64) + missing
+    return upper.clamp_(max=_MAX_CENTRE >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def _next_step(offset: Tensor, counts: Tensor, previous_trits: Tensor, previous_step: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ static const float OCTAVE = 8388608.0f;          // 2^23, units of a float's pat
 static const float TINY = 1.17549435e-38f;       // 2^-126
 static const float EMPTY = 4.70197740e-38f;      // 2^-124: a block with a smaller mean v is empty
 static const int32_t SMALLEST = 0x00800000;      // the pattern of 2^-126
+static const int64_t LEAST_RAISE = 8;  // units of 2^-7 octave
 static const int64_t LARGEST_LEVEL = (0x7F7F0000 - 8 * (1 << 23)) >> 16;
 
 static inline uint64_t splitmix64(uint64_t value) {

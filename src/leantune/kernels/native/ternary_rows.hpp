@@ -208,16 +208,24 @@ static void round_trits(const float *__restrict offset, float inverse, const uin
     }
 }
 
+// sum min(v, the float of this pattern).
+static float sum_up_to(const float *__restrict v, int32_t pattern, float *__restrict work, int size) {
+    float cap;
+    std::memcpy(&cap, &pattern, sizeof cap);
+    for (int i = 0; i < size; i++) work[i] = v[i] < cap ? v[i] : cap;
+    return sum(work, size);
+}
+
 // v of one block into its level, step and trits (written over x).
 static void encode_variance(const float *v, float *x, float *offset, const uint32_t *bits, int size, int present,
                             uint16_t *level, uint16_t *step) {
-    const float count = (float)present, mean = sum(v, size) / count;
+    const float count = (float)present, total = sum(v, size), mean = total / count;
     if (!(mean > EMPTY)) {
         *level = *step = 0;
         fill(x, 0.0f, 0, size);
         return;
     }
-    const float share = mean * 1e-6f;
+    const float share = mean * (1.0f / 1024.0f);
     int32_t first;
     log_offsets(v, share > TINY ? share : TINY, offset, size, &first);
     fill(offset, 0.0f, present, size);
@@ -238,6 +246,14 @@ static void encode_variance(const float *v, float *x, float *offset, const uint3
     *level = (uint16_t)upper;
     round_trits(offset, 1.0f / from_bf16(*step), bits, x, size);
     fill(x, 0.0f, present, size);
+    // The level rises by what lies beyond it and its step, where that is much: what is cut off would compound.
+    const int64_t reach = (int64_t)(upper << 16) + (int32_t)(from_bf16(*step) * OCTAVE);
+    const float kept = sum_up_to(v, (int32_t)(reach > SMALLEST ? reach : SMALLEST), offset, size);
+    int32_t wanted_bits, kept_bits;
+    std::memcpy(&wanted_bits, &total, sizeof total);
+    std::memcpy(&kept_bits, &kept, sizeof kept);
+    const int64_t missing = ((int64_t)wanted_bits - kept_bits + (1 << 15)) >> 16;
+    if (missing >= LEAST_RAISE) *level = (uint16_t)(upper + missing > LARGEST_LEVEL ? LARGEST_LEVEL : upper + missing);
 }
 
 static void choose_trits(const float *__restrict residual, float threshold, float *__restrict q, int size) {
