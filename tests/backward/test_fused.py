@@ -182,7 +182,7 @@ def test_plain_backward_with_global_clipping_is_refused_before_anything_moves() 
     with pytest.raises(BackwardError, match=r"fused\.backward"):
         loss_of(model, 0).backward()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    with pytest.raises(BackwardError, match="stopped"):
+    with pytest.raises(BackwardError, match="no gradient"):
         optimizer.step()
     fused.backward(loss_of(model, 0))
     optimizer.step()
@@ -271,6 +271,7 @@ def test_remove_restores_the_ordinary_step() -> None:
     loss_of(model, 0).backward()
     assert all(p.grad is not None for p in model.parameters())
     optimizer.step()
+    optimizer.zero_grad()
     lt.FusedBackward(optimizer, model)
 
 
@@ -301,3 +302,54 @@ def test_a_closure_under_fused_backward_is_refused() -> None:
     lt.FusedBackward(optimizer, model)
     with pytest.raises(BackwardError, match="closure"):
         optimizer.step(lambda: 0.0)
+
+
+@pytest.mark.parametrize("clip", ["per_tensor", "global", "none"])
+def test_a_batch_whose_gradients_are_not_finite_can_be_skipped(clip: str) -> None:
+    model = nn.Linear(64, 64)
+    optimizer = lt.TernaryAdamW(model.named_parameters())
+    fused = lt.FusedBackward(optimizer, model=model, clip=clip)
+    done = []
+    for number in range(4):
+        out = model(torch.randn(8, 64))
+        if number == 1:
+            out.register_hook(lambda grad: grad * float("nan"))
+        before = model.weight.detach().clone()
+        try:
+            fused.backward(out.square().mean())
+            optimizer.step()
+            done.append(number)
+        except NonFiniteError as error:
+            assert "Nothing had been updated" in str(error)
+            assert torch.equal(model.weight, before)
+    assert done == [0, 2, 3]
+
+
+def test_a_backward_interrupted_from_outside_is_not_a_step() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    optimizer = lt.TernaryAdamW(model.named_parameters())
+    fused = lt.FusedBackward(optimizer, model=model)
+    middle = model[0](torch.randn(8, 64))
+
+    def out_of_memory(grad: torch.Tensor) -> None:
+        raise MemoryError("not enough")
+
+    middle.register_hook(out_of_memory)
+    with pytest.raises(MemoryError):
+        fused.backward(model[1](middle).square().mean())
+    with pytest.raises(BackwardError, match="stopped in the middle"):
+        optimizer.step()
+
+
+def test_a_parameter_unfrozen_later_and_a_gradient_left_over_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[0].requires_grad_(False)
+    optimizer = lt.TernaryAdamW(model.named_parameters())
+    fused = lt.FusedBackward(optimizer, model=model)
+    model[0].requires_grad_(True)
+    fused.backward(model(torch.randn(8, 64)).square().mean())
+    with pytest.raises(BackwardError, match=r"0\.(weight|bias) .*unfrozen or added"):
+        optimizer.step()
+    fused.remove()
+    with pytest.raises(InvalidArgumentError, match="already has a gradient"):
+        lt.FusedBackward(optimizer, model=model)

@@ -249,3 +249,48 @@ def test_pickle_and_deepcopy_keep_the_state() -> None:
     train(model, optimizer, 2, 2)
     train(twin_model, twin, 2, 2)
     assert torch.equal(weights(model), weights(twin_model))
+
+
+def test_a_parameter_resized_after_its_first_step_is_refused() -> None:
+    for shape in ((64, 640), (6400, 64), (32, 64)):
+        param = nn.Parameter(torch.randn(64, 64))
+        optimizer = lt.TernaryAdamW([param], carry_rank=0)
+        param.grad = torch.randn(64, 64)
+        optimizer.step()
+        param.grad = None
+        param.data = torch.randn(shape)
+        param.grad = torch.randn(shape)
+        before = param.detach().clone()
+        with pytest.raises(StateMismatchError, match="replaced or resized"):
+            optimizer.step()
+        assert torch.equal(param, before)
+
+
+def test_a_weight_that_became_non_contiguous_is_refused_and_a_strided_state_is_loaded_whole() -> None:
+    param = nn.Parameter(torch.randn(64, 64))
+    optimizer = lt.TernaryAdamW([param])
+    param.grad = torch.randn(64, 64)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    saved["state"][0] = {
+        name: value.t().contiguous().t() if value.dim() == 2 else value for name, value in saved["state"][0].items()
+    }
+    twin = nn.Parameter(param.detach().clone())
+    loaded = lt.TernaryAdamW([twin])
+    loaded.load_state_dict(saved)
+    param.grad = twin.grad = torch.randn(64, 64)
+    optimizer.step()
+    loaded.step()
+    assert torch.equal(param, twin)
+    param.data = param.data.t()
+    with pytest.raises(InvalidTypeError, match="no longer contiguous"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("states", ["ternary", "exact"])
+def test_denormal_gradients_leave_weights_finite(states: str) -> None:
+    param = nn.Parameter(torch.randn(64, 256))
+    optimizer = lt.TernaryAdamW([param], eps=1e-3, states=states)
+    param.grad = torch.full((64, 256), 1.4e-45)
+    optimizer.step()
+    assert torch.isfinite(param).all()

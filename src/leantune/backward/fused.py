@@ -95,20 +95,23 @@ class FusedBackward:
             raise NonFiniteError(
                 f"the loss is {loss.detach().float().mean().item()}; backward was not run and nothing has been updated."
             )
-        if self.clip != "global":
-            loss.backward()
-            return
         try:
+            if self.clip != "global":
+                loss.backward()
+                return
             self._phase = "measure"
             loss.backward(retain_graph=True)
             norm = combined_norm(self._squares[param] for param in self._targets if param in self._squares)
             self._factor = clip_factor(norm, self.max_grad_norm)
             self._phase, self._graph_task = "apply", None
             loss.backward()
+        except BaseException as error:
+            # Out of memory, an interrupt: not from a gradient. What has moved must not pass for a whole step.
+            self._failed = self._failed or f"{type(error).__name__} outside of the hooks"
+            self._forgive_if_nothing_moved()
+            raise
         finally:
             self._phase = "idle"
-            if self._failed or not self._moved:
-                self._squares.clear()
 
     def remove(self) -> None:
         """Take every hook off; the optimizers' ``step()`` is the ordinary one again."""
@@ -128,6 +131,7 @@ class FusedBackward:
         for param, target in self._targets.items():
             if target.optimizer is optimizer:
                 self._check_updated(param, target)
+        self._refuse_newcomers(optimizer)
         if id(optimizer) in self._closed:
             raise BackwardError("step() was called twice for one backward. Run a backward before each step().")
         self._closed.add(id(optimizer))
@@ -165,6 +169,7 @@ class FusedBackward:
             self._moved.append(target.name)
         except Exception as error:
             self._failed = f"{type(error).__name__} at {target.name}"
+            self._forgive_if_nothing_moved()
             raise
         finally:
             param.grad = None
@@ -232,6 +237,21 @@ class FusedBackward:
                 f"{target.name} was replaced in its optimizer after FusedBackward was built; build a new one."
             )
 
+    def _refuse_newcomers(self, optimizer: LeanOptimizer) -> None:
+        for index, group in enumerate(optimizer.param_groups):
+            for place, param in enumerate(group["params"]):
+                if param.requires_grad and param not in self._targets:
+                    raise BackwardError(
+                        f"{optimizer.name_of(index, place)} was unfrozen or added after FusedBackward was built, so it "
+                        "has no hook and is not trained. remove() this FusedBackward and build a new one."
+                    )
+
+    def _forgive_if_nothing_moved(self) -> None:
+        """A backward that stopped before it moved anything leaves no trace: the batch can be skipped."""
+        if not self._moved:
+            self._failed = ""
+            self._reset()
+
     def _reset(self) -> None:
         self._squares.clear()
         self._moved.clear()
@@ -273,6 +293,11 @@ def _collect(optimizers: Iterable[Any], model: nn.Module | None) -> dict[Tensor,
                 name = names.get(param) or optimizer.name_of(index, place)
                 if param in targets:
                     raise InvalidArgumentError(f"{name} is in two of the optimizers; it would be updated twice a step.")
+                if param.grad is not None:
+                    raise InvalidArgumentError(
+                        f"{name} already has a gradient, which would be taken for one of the first backward. Call "
+                        "optimizer.zero_grad() before building FusedBackward."
+                    )
                 if param.requires_grad:
                     targets[param] = _Target(name, optimizer, index, place)
     if not targets:

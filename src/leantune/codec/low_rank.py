@@ -10,6 +10,8 @@ from torch import Tensor
 
 from leantune.codec.counter_hash import low_fraction, random_bits
 
+_SMALLEST = 1e-60
+"""Eigenvalues below this are nothing: their inverse roots would leave float32."""
 _SMALLEST_SHARE = 1e-10
 """Directions whose eigenvalue is below this share of the largest are numerically absent."""
 
@@ -52,7 +54,7 @@ class PowerIteration:
     def finish(self) -> tuple[Tensor, Tensor]:
         """(U, V') as stored: bfloat16 (rows, rank) and (cols, rank). An absent direction has a zero column in both."""
         values, vectors = torch.linalg.eigh(self._gram)
-        present = values > values[-1].clamp(min=0) * _SMALLEST_SHARE
+        present = values > (values[-1] * _SMALLEST_SHARE).clamp(min=_SMALLEST)
         inverse_root = torch.where(present, values.clamp(min=1e-300).rsqrt(), 0.0)
         turn = (vectors * inverse_root).float()
         return (self._rows @ turn).to(torch.bfloat16), (self._columns @ turn).to(torch.bfloat16)

@@ -65,10 +65,28 @@ class LeanOptimizer(torch.optim.Optimizer):
             state["step"] = torch.zeros((), dtype=torch.int64)
             for name, (shape, dtype) in self._layout(param, group).tensors.items():
                 state[name] = torch.zeros(shape, dtype=dtype, device=param.device)
+        else:
+            self._check_fits(param, group, state)
         state["step"] += 1
         if param.numel():
             key = stream_key(int(group["seed"]), int(state["step"]), self._position(param))
             self._apply(param.detach(), grad, group, state, grad_scale, key)
+
+    def _check_fits(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        """Kernels write through pointers: refuse a parameter or a state that is no longer what was allocated."""
+        if not param.is_contiguous():
+            raise InvalidTypeError(
+                f"a parameter of shape {tuple(param.shape)} is no longer contiguous (stride {param.stride()}): its "
+                "memory was rearranged after the optimizer was built. Make it so: param.data = param.data.contiguous()."
+            )
+        for name, (shape, dtype) in self._layout(param, group).tensors.items():
+            value = state.get(name)
+            if value is None or value.shape != shape or value.dtype != dtype or not value.is_contiguous():
+                raise StateMismatchError(
+                    f"the state of a parameter of shape {tuple(param.shape)} does not fit it ({name} should be "
+                    f"contiguous {dtype} {tuple(shape)}): the parameter was replaced or resized after its first step. "
+                    "Build a new optimizer, or delete optimizer.state[param]."
+                )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -278,7 +296,11 @@ class LeanOptimizer(torch.optim.Optimizer):
                 raise StateMismatchError(
                     f"parameter {place}: saved {name} holds NaN or Inf. Go back to an earlier checkpoint."
                 )
-            loaded[name] = value.detach().clone().to("cpu" if name == "step" else param.device)
+            loaded[name] = (
+                value.detach()
+                .clone(memory_format=torch.contiguous_format)
+                .to("cpu" if name == "step" else param.device)
+            )
         return loaded
 
 
@@ -308,9 +330,9 @@ def check_betas(group: dict[str, Any]) -> None:
     betas = group["betas"]
     if len(betas) != 2 or not all(0 <= float(beta) < 1 for beta in betas):
         raise InvalidArgumentError(f"betas is {betas}; it must be two numbers in [0, 1), for example (0.9, 0.999).")
-    if not float(group["eps"]) > 0:
+    if not 1e-37 < float(group["eps"]) < float("inf"):
         raise InvalidArgumentError(
-            f"eps is {group['eps']}; it must be above 0: it is all that divides a zero gradient."
+            f"eps is {group['eps']}; it must be finite and above 1e-37: it is all that divides a zero gradient."
         )
 
 

@@ -346,6 +346,14 @@ def _wrong_values(c: TrainConfig) -> list[str]:
     ):
         if getattr(c, key) < 1:
             found.append(f"{key} is {getattr(c, key)}; it must be at least 1")
+    if c.save_total_limit is not None and c.save_total_limit < 1:
+        found.append(f"save_total_limit is {c.save_total_limit}; it must be at least 1 (null keeps every checkpoint)")
+    if c.max_steps == 0 or c.max_steps < -1:
+        found.append(f"max_steps is {c.max_steps}; it must be at least 1 (leave it out to train num_train_epochs)")
+    if c.num_train_epochs <= 0 and c.max_steps < 1:
+        found.append(f"num_train_epochs is {c.num_train_epochs}; it must be above 0")
+    if c.seed < 0:
+        found.append(f"seed is {c.seed}; it must be at least 0")
     if c.eval_split is not None and not 0 < c.eval_split < 1:
         found.append(f"eval_split is {c.eval_split}; it is a share between 0 and 1")
     if c.learning_rate is not None and not c.learning_rate >= 0:

@@ -16,9 +16,16 @@ _SETTINGS = (
     "method", "optim", "dtype", "bf16", "max_length", "packing", "per_device_train_batch_size",
     "gradient_accumulation_steps", "seed", "fused", "clip_mode", "max_grad_norm", "carry_rank", "momentum_planes",
     "block_size", "rounding", "master_bits", "velora_target_modules", "velora_num_groups", "lora_r",
-    "lora_target_modules",
+    "lora_target_modules", "rate", "weight_decay", "betas", "adam_epsilon",
 )  # fmt: skip
-_EXTRA = ("packing_strategy", "data_seed", "shuffle_dataset", "dataloader_drop_last")
+_EXTRA = (
+    "lr_scheduler_type",
+    "warmup_steps",
+    "packing_strategy",
+    "data_seed",
+    "shuffle_dataset",
+    "dataloader_drop_last",
+)
 
 
 def identity(config: TrainConfig, data: PreparedData) -> dict[str, Any]:
@@ -38,7 +45,8 @@ def check_identity(config: TrainConfig, data: PreparedData, folder: Path) -> Non
     """Raise StateMismatchError naming every difference between this run and the one whose checkpoints lie in
     ``folder``.
 
-    Learning rate, schedule, number of steps, evaluation and logging may change: they change what comes, not what was.
+    Number of steps, evaluation and logging may change. Rates, betas and weight decay lie in the saved states of
+    optimizer and scheduler, which a resumed run continues: other values in the config would be ignored.
     """
     path = folder / IDENTITY_FILE
     if not path.is_file():

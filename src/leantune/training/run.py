@@ -27,6 +27,9 @@ from leantune.training.progress import ProgressBar
 from leantune.training.summary import header, summary, write_summary
 from leantune.training.trainer import VELORA_FILE, LeanTrainer, base_model, check_exact_loss, checkpoints
 
+_RESULTS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors")
+"""Files that a finished run, or any model folder, holds."""
+
 
 @dataclass
 class TrainResult:
@@ -136,6 +139,17 @@ def _checkpoint_to_resume(config: TrainConfig, output: Path) -> Path | None:
         if not found:
             raise ConfigError(f"- resume: there is no whole checkpoint in {output}; leave resume out to start")
         return found[-1]
+    if output.is_dir() and Path(config.model_name_or_path).is_dir() and output.samefile(config.model_name_or_path):
+        raise ConfigError(
+            f"- output_dir {output} is the folder of the model that is trained, and would overwrite it; write another"
+        )
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"- output_dir {output} is a file; write the name of a folder")
+    if not found and any((output / name).exists() for name in _RESULTS):
+        raise ConfigError(
+            f"- output_dir {output} holds a trained model, which would be overwritten; write another output_dir, or "
+            "delete it first"
+        )
     if found:
         raise ConfigError(
             f"- output_dir {output} holds checkpoints of an earlier run ({found[-1].name}); write resume: true to go "
