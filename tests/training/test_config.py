@@ -31,6 +31,11 @@ def problems(*flags: str) -> str:
         ("--max_length=many", "takes int"),
         ("--betas=[0.9]", "two numbers"),
         ("--memory_budget=24", "memory_budget"),
+        ("--save_total_limit=-1", "at least 1"),
+        ("--max_steps=0", "at least 1"),
+        ("--max_steps=-5", "at least 1"),
+        ("--num_train_epochs=0", "above 0"),
+        ("--seed=-1", "at least 0"),
     ],
 )
 def test_p11_g9_wrong_keys_and_values_say_what_to_write(flag: str, words: str) -> None:

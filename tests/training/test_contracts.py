@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from leantune.errors import StateMismatchError
+from leantune.errors import ConfigError, StateMismatchError
 from leantune.training import run as run_module
 from leantune.training.config import TrainConfig, build_config
 from leantune.training.log import RunLog
@@ -37,7 +37,7 @@ def rows(tmp_path: Path) -> str:
 
 def config(model: str, rows: str, output: Path, **more) -> TrainConfig:
     values = {
-        "model_name_or_path": model, "dataset": rows, "output_dir": str(output), 
+        "model_name_or_path": model, "dataset": rows, "output_dir": str(output),
         "learning_rate": 1e-3, "max_length": 32,
         "per_device_train_batch_size": 4, "save_steps": 100, "max_steps": 4,
     }  # fmt: skip
@@ -74,6 +74,9 @@ def test_p13_a_run_is_not_resumed_as_another_one(tiny_model_path: str, rows: str
     train(config(tiny_model_path, rows, out, save_steps=2, max_steps=2), console=QUIET)
     with pytest.raises(StateMismatchError, match=r"per_device_train_batch_size was 4 and is 2"):
         train(config(tiny_model_path, rows, out, resume=True, per_device_train_batch_size=2), console=QUIET)
+    for other in ({"learning_rate": 1e-2}, {"weight_decay": 0.5}, {"lr_scheduler_type": "constant"}):
+        with pytest.raises(StateMismatchError, match=r"weight_decay|rate|lr_scheduler_type"):
+            train(config(tiny_model_path, rows, out, resume=True, **other), console=QUIET)
     Path(rows).write_text(Path(rows).read_text().replace("Row 3", "Row 33"))
     with pytest.raises(StateMismatchError, match="rows are others"):
         train(config(tiny_model_path, rows, out, resume=True), console=QUIET)
@@ -163,3 +166,18 @@ def test_g1_clipping_can_be_turned_off_for_an_ordinary_backward(
     more = {"optim": "adamw_torch", "clip": "none", "max_steps": 1}
     result = train(config(tiny_model_path, rows, tmp_path / "out", **more), console=QUIET)
     assert bounds == [0.0] and [row["grad_norm"] > 0 for row in result.log if "loss" in row] == [True]
+
+
+def test_a_model_in_the_output_folder_is_never_overwritten(tiny_model_path: str, rows: str, tmp_path: Path) -> None:
+    own = tmp_path / "model"
+    shutil.copytree(tiny_model_path, own)
+    before = (own / "model.safetensors").read_bytes()
+    with pytest.raises(ConfigError, match="would overwrite it"):
+        train(config(str(own), rows, own), console=QUIET)
+    with pytest.raises(ConfigError, match="holds a trained model"):
+        train(config(tiny_model_path, rows, own), console=QUIET)
+    assert (own / "model.safetensors").read_bytes() == before
+    file = tmp_path / "file"
+    file.write_text("x")
+    with pytest.raises(ConfigError, match="is a file"):
+        train(config(tiny_model_path, rows, file), console=QUIET)

@@ -39,7 +39,7 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def config(model: str, rows: str, output: Path, **more) -> TrainConfig:
     values = {
-        "model_name_or_path": model, "dataset": rows, "output_dir": str(output), 
+        "model_name_or_path": model, "dataset": rows, "output_dir": str(output),
         "learning_rate": 1e-3, "max_length": 64,
         "per_device_train_batch_size": 4, "save_steps": 3, "max_steps": 8, "save_total_limit": 10,
     }  # fmt: skip
@@ -99,7 +99,7 @@ def test_p12_a_killed_run_resumes_to_the_same_weights(tiny_model_path: str, rows
     out, whole = tmp_path / "killed", tmp_path / "whole"
     more = {"max_steps": 24, "save_steps": 3}
     flags = [f"--{key}={value}" for key, value in {
-        "model_name_or_path": tiny_model_path, "dataset": rows, "output_dir": out, 
+        "model_name_or_path": tiny_model_path, "dataset": rows, "output_dir": out,
         "learning_rate": 1e-3, "max_length": 64,
         "per_device_train_batch_size": 4, "save_total_limit": 10, **more,
     }.items()]  # fmt: skip

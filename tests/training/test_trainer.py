@@ -34,7 +34,7 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def config(model: str, rows: str, output: Path, **more) -> TrainConfig:
     values = {
-        "model_name_or_path": model, "dataset": rows, "output_dir": str(output), 
+        "model_name_or_path": model, "dataset": rows, "output_dir": str(output),
         "learning_rate": 1e-3, "max_length": 64,
         "per_device_train_batch_size": 4, "save_strategy": "no", "max_steps": 4,
     }  # fmt: skip
