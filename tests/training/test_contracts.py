@@ -1,18 +1,18 @@
 """What a run promises beside learning: nothing is sent, nothing set is ignored, a resumed run is the same run."""
 
-import json
+import functools
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
+from tiny_runs import tiny_config, without_pictures, write_rows
 from transformers import AutoModelForCausalLM
 
 from leantune.errors import ConfigError, StateMismatchError
 from leantune.training import run as run_module
-from leantune.training.config import TrainConfig, build_config
-from leantune.training.log import RunLog
+from leantune.training.config import build_config
 from leantune.training.run import TrainResult, train
 from leantune.training.trainer import LeanTrainer
 
@@ -23,25 +23,15 @@ QUIET = Console(quiet=True)
 def light(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs without plan and pictures, which have tests of their own and take longer than a tiny run."""
     monkeypatch.setattr(run_module, "_plan", lambda *arguments: None)
-    monkeypatch.setattr(run_module, "plot_memory", lambda *arguments, **more: None)
-    monkeypatch.setattr(RunLog, "plot", lambda *arguments: None)
+    without_pictures(monkeypatch)
 
 
 @pytest.fixture
 def rows(tmp_path: Path) -> str:
-    path = tmp_path / "rows.jsonl"
-    lines = [{"text": f"Row {number} says {number * 7 % 11} and {'x' * (number % 5)}."} for number in range(12)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(path)
+    return write_rows(tmp_path, 12)
 
 
-def config(model: str, rows: str, output: Path, **more) -> TrainConfig:
-    values = {
-        "model_name_or_path": model, "dataset": rows, "output_dir": str(output),
-        "learning_rate": 1e-3, "max_length": 32,
-        "per_device_train_batch_size": 4, "save_steps": 100, "max_steps": 4,
-    }  # fmt: skip
-    return build_config({**values, **more})
+config = functools.partial(tiny_config, max_length=32, save_steps=100, max_steps=4)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -138,12 +128,11 @@ def test_p5_autocast_reaches_the_loss_without_logits(
 def test_nothing_is_sent(tiny_model_path: str, rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import trl.trainer.base_trainer
 
-    def refuse(*arguments, **more):
-        raise AssertionError("telemetry was sent")
-
+    sent: list[tuple] = []
     monkeypatch.delenv("CI", raising=False)
-    monkeypatch.setattr(trl.trainer.base_trainer, "send_telemetry", refuse)
+    monkeypatch.setattr(trl.trainer.base_trainer, "send_telemetry", lambda *arguments, **more: sent.append(arguments))
     train(config(tiny_model_path, rows, tmp_path / "out", max_steps=1), console=QUIET)
+    assert sent == []
 
 
 def test_p11_a_bare_no_and_fractions_are_what_people_mean_by_them() -> None:

@@ -1,5 +1,6 @@
 """Whole runs of a tiny model: what is written, what is logged, and that resuming continues bit for bit."""
 
+import functools
 import json
 import shutil
 import signal
@@ -11,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from tiny_runs import tiny_config, without_pictures, write_rows
 from transformers import AutoModelForCausalLM
 
 from leantune.errors import ConfigError, NonFiniteError
 from leantune.training import run as run_module
-from leantune.training.config import TrainConfig, build_config
 from leantune.training.run import train
 from leantune.training.trainer import LeanTrainer
 
@@ -24,26 +25,15 @@ QUIET = Console(quiet=True)
 
 @pytest.fixture
 def rows(tmp_path: Path) -> str:
-    path = tmp_path / "rows.jsonl"
-    lines = [{"text": f"Row {number} says {number * 7 % 11} and {'x' * (number % 5)}."} for number in range(20)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(path)
+    return write_rows(tmp_path, 20)
 
 
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes longer than these runs; the first test looks at the pictures."""
-    monkeypatch.setattr("leantune.training.run.plot_memory", lambda *arguments, **more: None)
-    monkeypatch.setattr("leantune.training.log.RunLog.plot", lambda *arguments: None)
+    without_pictures(monkeypatch)
 
 
-def config(model: str, rows: str, output: Path, **more) -> TrainConfig:
-    values = {
-        "model_name_or_path": model, "dataset": rows, "output_dir": str(output),
-        "learning_rate": 1e-3, "max_length": 64,
-        "per_device_train_batch_size": 4, "save_steps": 3, "max_steps": 8, "save_total_limit": 10,
-    }  # fmt: skip
-    return build_config({**values, **more})
+config = functools.partial(tiny_config, max_length=64, save_steps=3, max_steps=8, save_total_limit=10)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -1,15 +1,15 @@
 """What the trainer refuses, checks and logs, beside the whole runs of test_train.py."""
 
-import json
+import functools
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
+from tiny_runs import tiny_config, without_pictures, write_rows
 from transformers import AutoModelForCausalLM
 
 from leantune.errors import BackwardError, ConfigError, NonFiniteError
-from leantune.training.config import TrainConfig, build_config
 from leantune.training.log import RunLog
 from leantune.training.run import train
 from leantune.training.trainer import LeanTrainer, check_exact_loss, checkpoints
@@ -19,26 +19,15 @@ QUIET = Console(quiet=True)
 
 @pytest.fixture
 def rows(tmp_path: Path) -> str:
-    path = tmp_path / "rows.jsonl"
-    lines = [{"text": f"Row {number} says {number * 7 % 11} and {'x' * (number % 5)}."} for number in range(12)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(path)
+    return write_rows(tmp_path, 12)
 
 
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes longer than these runs, and test_train.py looks at the pictures."""
-    monkeypatch.setattr("leantune.training.run.plot_memory", lambda *arguments, **more: None)
-    monkeypatch.setattr(RunLog, "plot", lambda *arguments: None)
+    without_pictures(monkeypatch)
 
 
-def config(model: str, rows: str, output: Path, **more) -> TrainConfig:
-    values = {
-        "model_name_or_path": model, "dataset": rows, "output_dir": str(output),
-        "learning_rate": 1e-3, "max_length": 64,
-        "per_device_train_batch_size": 4, "save_strategy": "no", "max_steps": 4,
-    }  # fmt: skip
-    return build_config({**values, **more})
+config = functools.partial(tiny_config, max_length=64, save_strategy="no", max_steps=4)
 
 
 def test_a1_a_parameter_without_a_gradient_is_named_after_the_first_step(

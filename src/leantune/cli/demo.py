@@ -134,17 +134,11 @@ def _run_side(name: str, tiny: bool, output_dir: Path, size: Size) -> dict[str, 
     """
     if tiny:
         _train_side(name, tiny, output_dir, size)
-        return _figures(name, output_dir)
-    command = [sys.executable, "-m", "leantune.cli.demo", "--side", name, "--output_dir", str(output_dir)]
-    command += ["--max_steps", str(size.steps)]
-    finished = subprocess.run(command, check=False)
-    if finished.returncode:
-        raise typer.Exit(finished.returncode)
-    return _figures(name, output_dir)
-
-
-def _figures(name: str, output_dir: Path) -> dict[str, Any]:
-    """What `_train_side` wrote."""
+    else:
+        command = [sys.executable, "-m", "leantune.cli.demo", "--side", name, "--output_dir", str(output_dir)]
+        finished = subprocess.run([*command, "--max_steps", str(size.steps)], check=False)
+        if finished.returncode:
+            raise typer.Exit(finished.returncode)
     figures: dict[str, Any] = json.loads((output_dir / folder_of(name) / "demo.json").read_text(encoding="utf-8"))
     return figures
 

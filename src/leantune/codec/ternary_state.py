@@ -5,6 +5,8 @@ Storage only: it knows blocks, trits and the carry, and no optimizer. Momentum u
 U V^T the low-rank carry; the second moment decodes to L^-1(l + d x).
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -38,9 +40,12 @@ class TernaryState:
         self._tensors = tensors
         self._block_size = block_size
         self._plane_suffixes = ("", "_2") if "momentum_trits_2" in tensors else ("",)
-        self.carry: tuple[Tensor, Tensor] | None = None
-        if "carry_rows" in tensors:
-            self.carry = tensors["carry_rows"].float(), tensors["carry_columns"].float()
+        self.has_carry = "carry_rows" in tensors
+
+    @functools.cached_property
+    def carry(self) -> tuple[Tensor, Tensor]:
+        """(U, V) of the stored carry in fp32, as they were when first asked for."""
+        return self._tensors["carry_rows"].float(), self.basis
 
     @property
     def basis(self) -> Tensor:
@@ -49,7 +54,7 @@ class TernaryState:
 
     def momentum(self, tile: Tile, grid: BlockGrid) -> Tensor:
         """The stored momentum u of this tile."""
-        total = None if self.carry is None else _carried(tile, grid, self.carry)
+        total = _carried(tile, grid, self.carry) if self.has_carry else None
         for suffix in self._plane_suffixes:
             trits = self._trits(f"momentum_trits{suffix}", tile, grid)
             part = ternary.dequantise(trits, self._scalars(f"momentum_scale{suffix}", tile))

@@ -58,8 +58,7 @@ class LeanOptimizer(torch.optim.Optimizer):
         """Move one parameter by one gradient, whole.
 
         ``grad``: the parameter's shape, any floating dtype, finite (the caller checks); it is multiplied by
-            ``grad_scale`` in
-        fp32. Temporaries stay under 8 MiB whatever the size of the parameter.
+        ``grad_scale`` in fp32. Temporaries stay under 8 MiB whatever the size of the parameter.
         """
         if not state:
             state["step"] = torch.zeros((), dtype=torch.int64)

@@ -151,10 +151,12 @@ class TernaryAdamW(LeanOptimizer):
         weight = WeightMatrix(param, group["rounding"], state.get("weight_remainder"), key)
         step = _Step(group, int(state["step"]), grad_scale, key)
         matrix = grad if grad.dim() == 2 else grad.reshape(matrix_shape(grad.shape))
-        if "momentum_trits" in state and native.takes(weight.matrix, matrix, group["block_size"]):
-            step.native(weight, matrix, state)
-        elif "momentum_trits" in state:
-            step.ternary(weight, matrix, TernaryState(state, group["block_size"]))
+        if "momentum_trits" in state:
+            stored = TernaryState(state, group["block_size"])
+            if native.takes(weight.matrix, matrix, group["block_size"]):
+                step.native(weight, matrix, state, stored)
+            else:
+                step.ternary(weight, matrix, stored)
         else:
             shape = matrix_shape(param.shape)
             step.exact(weight, matrix, state["momentum"].view(shape), state["variance"].view(shape))
@@ -191,7 +193,7 @@ class _Step:
         for tile in walk:
             grids.setdefault(tile.cols, BlockGrid(tile.cols, self.block_size, grad.device))
         carry = None
-        if state.carry is not None:
+        if state.has_carry:
             stored = self._refreshed_carry(grad, state, walk, grids)
             carry = stored[0].float(), stored[1].float()
         for tile in walk:
@@ -207,12 +209,12 @@ class _Step:
         if carry is not None:
             state.write_carry(carry)
 
-    def native(self, weight: WeightMatrix, grad: Tensor, state: dict[str, Any]) -> None:
-        """The same as :meth:`ternary`, in the CPU kernel."""
+    def native(self, weight: WeightMatrix, grad: Tensor, tensors: dict[str, Any], state: TernaryState) -> None:
+        """The same as :meth:`ternary`, in the CPU kernel, which takes the state's ``tensors`` as they are."""
         call = native.TernaryCall(
             weight.matrix,
             grad,
-            state,
+            tensors,
             self.block_size,
             self.key,
             lr=self.lr,
@@ -225,14 +227,13 @@ class _Step:
             stochastic=weight.stochastic,
         )
         carry = None
-        if "carry_rows" in state:
-            iteration = PowerIteration(grad.shape[0], state["carry_columns"].float(), splitmix64(self.key))
+        if state.has_carry:
+            iteration = PowerIteration(grad.shape[0], state.basis, splitmix64(self.key))
             iteration.set(*call.power_iteration(iteration.basis))
             carry = iteration.finish()
         call.step(carry)
         if carry is not None:
-            state["carry_rows"].copy_(carry[0])
-            state["carry_columns"].copy_(carry[1])
+            state.write_carry(carry)
 
     def _refreshed_carry(
         self, grad: Tensor, state: TernaryState, walk: list[Tile], grids: dict[int, BlockGrid]

@@ -1,13 +1,8 @@
 // The CPU kernel of TernaryAdamW: the same rows compiled for three instruction sets, chosen when first used.
 #include "ternary.h"
 
-#include <cmath>
 #include <cstring>
 #include <vector>
-
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 static const float OCTAVE = 8388608.0f;          // 2^23, units of a float's pattern in an octave
 static const float TINY = 1.17549435e-38f;       // 2^-126
@@ -23,32 +18,17 @@ static inline uint64_t splitmix64(uint64_t value) {
     return value ^ (value >> 31);
 }
 
-#define LEANTUNE_BF16                                        \
-    static inline float from_bf16(uint16_t value) {          \
-        const uint32_t bits = (uint32_t)value << 16;         \
-        float result;                                        \
-        std::memcpy(&result, &bits, sizeof result);          \
-        return result;                                       \
-    }                                                        \
-    static inline uint16_t to_bf16(float value) {            \
-        uint32_t bits;                                       \
-        std::memcpy(&bits, &value, sizeof bits);             \
-        return (uint16_t)((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16); \
-    }
-
 #if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__)
 #define LEANTUNE_X86 1
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512")
 namespace avx512 {
-LEANTUNE_BF16
 #include "ternary_rows.hpp"
 }
 #pragma GCC pop_options
 #pragma GCC push_options
 #pragma GCC target("avx2,fma")
 namespace avx2 {
-LEANTUNE_BF16
 #include "ternary_rows.hpp"
 }
 #pragma GCC pop_options
@@ -56,19 +36,16 @@ LEANTUNE_BF16
 #define LEANTUNE_X86 1
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma"))), apply_to = function)
 namespace avx512 {
-LEANTUNE_BF16
 #include "ternary_rows.hpp"
 }
 #pragma clang attribute pop
 #pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
 namespace avx2 {
-LEANTUNE_BF16
 #include "ternary_rows.hpp"
 }
 #pragma clang attribute pop
 #endif
 namespace portable {
-LEANTUNE_BF16
 #include "ternary_rows.hpp"
 }
 

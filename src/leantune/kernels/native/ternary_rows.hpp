@@ -19,6 +19,19 @@ struct Lanes {
     }
 };
 
+static inline float from_bf16(uint16_t value) {
+    const uint32_t bits = (uint32_t)value << 16;
+    float result;
+    std::memcpy(&result, &bits, sizeof result);
+    return result;
+}
+
+static inline uint16_t to_bf16(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return (uint16_t)((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+}
+
 static inline const Eight &eight(const float *x) { return *(const Eight *)x; }
 
 static inline float sum(const float *x, int n) {
@@ -279,8 +292,8 @@ static void store_bf16(const uint32_t *__restrict pattern, const uint32_t *__res
     for (int i = 0; i < n; i++) weight[i] = (uint16_t)((pattern[i] + (bits[i] >> 16)) >> 16);
 }
 
-static void store_bf16_nearest(const uint32_t *__restrict pattern, uint16_t *__restrict weight, int n) {
-    for (int i = 0; i < n; i++) weight[i] = (uint16_t)((pattern[i] + 0x7FFF + ((pattern[i] >> 16) & 1)) >> 16);
+static void store_bf16_nearest(const float *__restrict values, uint16_t *__restrict weight, int n) {
+    for (int i = 0; i < n; i++) weight[i] = to_bf16(values[i]);
 }
 
 // The nearest bf16 and an 8-bit remainder; `keep` masks the random bits, `half` rounds to nearest instead.
@@ -314,7 +327,7 @@ static void write_weight(const LeantuneTernary *t, const Group &g, const float *
     else if (t->stochastic)
         store_bf16(pattern, g.bits, weight, g.n);
     else
-        store_bf16_nearest(pattern, weight, g.n);
+        store_bf16_nearest(g.work, weight, g.n);
 }
 
 static inline void subtract(float *__restrict out, const float *__restrict a, const float *__restrict b, int n) {
