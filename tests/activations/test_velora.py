@@ -128,6 +128,11 @@ def test_what_cannot_work_is_refused_before_anything_changes() -> None:
         assert "forward" not in model["a"].__dict__
     with pytest.raises(InvalidArgumentError, match="num_groups"):
         lt.apply_velora(model, ["a"], num_groups=65)
+    with pytest.raises(InvalidArgumentError, match="regular expression"):
+        lt.apply_velora(model, "(")
+    for targets in (None, [0]):
+        with pytest.raises(InvalidTypeError, match="list of names"):
+            lt.apply_velora(model, targets)  # type: ignore[arg-type]
     handle = lt.apply_velora(model, ["a"], num_groups=8)
     with pytest.raises(InvalidArgumentError, match="already"):
         lt.apply_velora(model, ["a"], num_groups=8)

@@ -341,6 +341,26 @@ def test_a_backward_interrupted_from_outside_is_not_a_step() -> None:
         optimizer.step()
 
 
+def test_a_plain_backward_interrupted_from_outside_is_not_a_step() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    optimizer = lt.TernaryAdamW(model.named_parameters())
+    lt.FusedBackward(optimizer, model=model)
+    middle = model[0](torch.randn(8, 64))
+
+    def interrupt(grad: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    handle = middle.register_hook(interrupt)
+    loss = model[1](middle).square().mean()
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    with pytest.raises(BackwardError, match="interrupted before its end"):
+        optimizer.step()
+    handle.remove()
+    model(torch.randn(8, 64)).square().mean().backward()
+    optimizer.step()
+
+
 def test_a_parameter_unfrozen_later_and_a_gradient_left_over_are_refused() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model[0].requires_grad_(False)

@@ -184,11 +184,22 @@ def test_o16_unknown_arguments_and_group_settings_raise() -> None:
         {"lr": -1.0}, {"lr": float("nan")}, {"betas": (1.0, 0.9)}, {"betas": (-0.1, 0.9)}, {"eps": 0.0},
         {"weight_decay": -1}, {"carry_rank": -1}, {"momentum_planes": 3}, {"block_size": 100}, {"states": "int8"},
         {"rounding": "up"}, {"master_bits": 16},
+        {"lr": None}, {"betas": 0.9}, {"betas": ("a", 0.9)}, {"eps": None}, {"weight_decay": "x"},
     ],
 )  # fmt: skip
 def test_impossible_settings_are_refused(settings: dict) -> None:
     with pytest.raises(InvalidArgumentError):
         lt.TernaryAdamW(small_model().parameters(), **settings)
+
+
+def test_a_remainder_for_float16_weights_is_refused_and_swa_s_group_key_taken() -> None:
+    with pytest.raises(InvalidArgumentError, match="is float16"):
+        lt.TernaryAdamW(small_model().half().named_parameters(), master_bits=24)
+    optimizer = lt.TernaryAdamW(small_model().parameters())
+    torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.05)
+    again = lt.TernaryAdamW(small_model().parameters())
+    again.load_state_dict(optimizer.state_dict())
+    assert again.param_groups[0]["swa_lr"] == 0.05
 
 
 def test_o17_tied_weights_are_stepped_once() -> None:

@@ -36,6 +36,8 @@ def problems(*flags: str) -> str:
         ("--max_steps=-5", "at least 1"),
         ("--num_train_epochs=0", "above 0"),
         ("--seed=-1", "at least 0"),
+        ("--lora_alpha=-1", "lora_alpha is -1"),
+        ("--lora_dropout=2", "lora_dropout is 2.0"),
     ],
 )
 def test_p11_g9_wrong_keys_and_values_say_what_to_write(flag: str, words: str) -> None:
@@ -51,6 +53,8 @@ def test_p11_g9_wrong_keys_and_values_say_what_to_write(flag: str, words: str) -
         (["--optim=lomo"], "give one"),
         (["--velora_target_modules=down_proj", "--gradient_checkpointing"], "saves nothing"),
         (["--bf16=true"], "autocast"),
+        (["--dtype=float16", "--master_bits=24"], "master_bits is for bfloat16"),
+        (["--lr=1", "--lr=2"], "--lr is given twice"),
     ],
 )
 def test_g1_g2_combinations_that_cannot_work_are_refused(flags: list[str], words: str) -> None:
@@ -146,6 +150,10 @@ def test_defaults_follow_what_was_asked() -> None:
 def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     broken = tmp_path / "broken.yaml"
     broken.write_text("a: [1")
+    twice = tmp_path / "twice.yaml"
+    twice.write_text("seed: 1\nmax_length: 3\nseed: 2\n")
+    with pytest.raises(ConfigError, match="seed stands in line 1 and in line 3"):
+        load_config(twice)
     for path in (tmp_path / "none.yaml", broken):
         with pytest.raises(ConfigError, match=path.name):
             load_config(path)

@@ -168,5 +168,56 @@ def test_a_model_in_the_output_folder_is_never_overwritten(tiny_model_path: str,
     assert (own / "model.safetensors").read_bytes() == before
     file = tmp_path / "file"
     file.write_text("x")
-    with pytest.raises(ConfigError, match="is a file"):
-        train(config(tiny_model_path, rows, file), console=QUIET)
+    for place in (file, file / "below" / "it"):
+        with pytest.raises(ConfigError, match="file is a file"):
+            train(config(tiny_model_path, rows, place), console=QUIET)
+    with pytest.raises(ConfigError, match="cannot be written: /proc"):
+        train(config(tiny_model_path, rows, Path("/proc/leantune")), console=QUIET)
+
+
+@pytest.mark.usefixtures("light")
+def test_p13_a_checkpoint_that_lacks_a_part_is_not_resumed_from(
+    tiny_model_path: str, rows: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    more = {"save_steps": 2, "max_steps": 4, "velora_target_modules": "down_proj"}
+    train(config(tiny_model_path, rows, out, **more, save_total_limit=1), console=QUIET)
+    last = out / "checkpoint-4"
+    before = (out / "leantune_config.yaml").read_bytes()
+    for name in (
+        "optimizer.pt",
+        "scheduler.pt",
+        "rng_state.pth",
+        "trainer_state.json",
+        "model.safetensors",
+        "velora.safetensors",
+    ):
+        whole = (last / name).read_bytes()
+        (last / name).unlink()
+        with pytest.raises(ConfigError, match=rf"not whole.*({name}.* missing|missing \({name})"):
+            train(config(tiny_model_path, rows, out, resume=True, **more), console=QUIET)
+        (last / name).write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(ConfigError, match=f"not whole.*{name} is damaged"):
+            train(config(tiny_model_path, rows, out, resume=True, **more), console=QUIET)
+        (last / name).write_bytes(whole)
+    assert (out / "leantune_config.yaml").read_bytes() == before
+    train(config(tiny_model_path, rows, out, resume=True, **{**more, "max_steps": 5}), console=QUIET)
+
+
+def test_a_run_refused_by_its_budget_leaves_the_folder_as_it_was(
+    tiny_model_path: str, rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_pictures(monkeypatch)
+    out = tmp_path / "out"
+    train(config(tiny_model_path, rows, out, save_steps=1, max_steps=1), console=QUIET)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=r"memory_budget is 1MiB, and the plan needs [1-9][\d.]* MiB"):
+        train(config(tiny_model_path, rows, out, max_steps=2, resume=True, memory_budget="1MiB"), console=QUIET)
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+def test_what_is_not_installed_is_named(tiny_model_path: str, rows: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="report_to: wandb is not installed"):
+        train(config(tiny_model_path, rows, tmp_path / "out", report_to="wandb"), console=QUIET)
+    with pytest.raises(ConfigError, match="optim: galore_adamw cannot be used here"):
+        train(config(tiny_model_path, rows, tmp_path / "out", optim="galore_adamw"), console=QUIET)

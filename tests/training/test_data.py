@@ -1,6 +1,7 @@
 """Every shape of data trains on the right tokens; what cannot be used is named by row."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,41 @@ def test_p7_bad_rows_are_named_and_dropped_only_when_told(tmp_path: Path, tokeni
         assert words in str(caught.value)
     kept = load_data(TrainConfig(dataset=config.dataset, max_length=64, drop_invalid=True), tokenizer)
     assert len(kept.train) == 1 and "dropped 3 of 4" in kept.notes[0]
+
+
+def test_p7_rows_cut_at_max_length_are_counted(tmp_path: Path, tokenizer) -> None:
+    rows = [{"text": "x" * 10}, {"text": "x" * 50}, {"text": "x" * 100}]
+    data = load_data(TrainConfig(dataset=write(tmp_path / "d.jsonl", rows), max_length=32), tokenizer)
+    assert [len(ids) for ids in data.train["input_ids"]] == [11, 32, 32]
+    assert "2 of 3 rows are longer than max_length 32 (the longest: 101 tokens)" in data.notes[0]
+
+
+def test_p7_cells_of_a_csv_file_are_text(tmp_path: Path, tokenizer) -> None:
+    (tmp_path / "d.csv").write_text("prompt,completion\na,2.50\nb,007\nc,None\nd,NA\n")
+    data = load_data(TrainConfig(dataset=str(tmp_path / "d.csv")), tokenizer)
+    answers = [tokenizer.decode([label for label in labels[:-1] if label != -100]) for labels in data.train["labels"]]
+    assert answers == ["2.50", "007", "None", "NA"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("d.jsonl", '{"text": "fine"}\n{"text": "caf\xe9"}\n'.encode("latin-1"), "line 2: byte 0xe9 is not UTF-8"),
+        ("d.jsonl", b"\n  \n\n", "only blank lines"),
+        ("d.csv", b"prompt,completion\n", "holds no rows"),
+        ("d.jsonl", b'{"text": 2.5}\n', "text is 2.5, not text"),
+        ("d.jsonl", b'{"text": " "}\n', "row 1: text is empty"),
+    ],
+)
+def test_p7_files_that_cannot_be_used_say_why(tmp_path: Path, tokenizer, name, content, words) -> None:
+    (tmp_path / name).write_bytes(content)
+    config = TrainConfig(dataset=str(tmp_path / name), drop_invalid=True)
+    with pytest.raises(ConfigError, match=re.escape(words)) as caught:
+        load_data(config, tokenizer)
+    assert str(caught.value).startswith((f"- dataset: {tmp_path}", f"- dataset '{tmp_path}", f"- {tmp_path}"))
+    good = write(tmp_path / "good.jsonl", [{"text": "fine"}])
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        load_data(TrainConfig(dataset=good, eval_dataset=config.dataset, drop_invalid=True), tokenizer)
 
 
 def test_a_split_is_held_out_and_files_that_are_not_there_are_named(tmp_path: Path, tokenizer) -> None:
@@ -162,13 +198,11 @@ def test_every_kind_of_file_and_a_folder_give_the_same_rows(tmp_path: Path, toke
     rows.select([0]).to_json(folder / "test.jsonl")
     rows.save_to_disk(str(tmp_path / "saved"))
     seen = []
-    for name in ("d.jsonl", "d.json", "d.parquet", "folder", "saved"):
+    for name in ("d.jsonl", "d.json", "d.csv", "d.parquet", "folder", "saved"):
         data = load_data(TrainConfig(dataset=str(tmp_path / name)), tokenizer)
         assert "not used: the columns id" in data.notes[0]
         seen.append(data.train.to_list())
     assert len(seen[0]) == 3 and all(rows == seen[0] for rows in seen)
-    with pytest.raises(ConfigError, match="completion is not text"):
-        load_data(TrainConfig(dataset=str(tmp_path / "d.csv")), tokenizer)
     (folder / "more.csv").write_text("a,b\n1,2\n")
     with pytest.raises(ConfigError, match="mixes"):
         load_data(TrainConfig(dataset=str(folder)), tokenizer)

@@ -16,7 +16,6 @@ from tiny_runs import tiny_config, without_pictures, write_rows
 from transformers import AutoModelForCausalLM
 
 from leantune.errors import ConfigError, NonFiniteError
-from leantune.training import run as run_module
 from leantune.training.run import train
 from leantune.training.trainer import LeanTrainer
 
@@ -161,4 +160,4 @@ def test_an_old_run_is_not_overwritten_and_a_budget_is_held(tiny_model_path: str
         train(config(tiny_model_path, rows, out, max_steps=3), console=QUIET)
     with pytest.raises(ConfigError, match="no whole checkpoint"):
         train(config(tiny_model_path, rows, tmp_path / "none", resume=True), console=QUIET)
-    assert run_module.checkpoints(out)[-1].name == "checkpoint-3"
+    assert checkpoints(out)[-1].name == "checkpoint-3"

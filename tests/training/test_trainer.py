@@ -10,9 +10,10 @@ from tiny_runs import tiny_config, without_pictures, write_rows
 from transformers import AutoModelForCausalLM
 
 from leantune.errors import BackwardError, ConfigError, NonFiniteError
+from leantune.training.checkpoints import checkpoints
 from leantune.training.log import RunLog
 from leantune.training.run import train
-from leantune.training.trainer import LeanTrainer, check_exact_loss, checkpoints
+from leantune.training.trainer import LeanTrainer, check_exact_loss
 
 QUIET = Console(quiet=True)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 
 from leantune.backward.clip import CLIP_MODES, clip_factor, combined_norm
 from leantune.errors import BackwardError, InvalidArgumentError, InvalidTypeError, NonFiniteError
@@ -76,6 +77,7 @@ class FusedBackward:
         self._closed: set[int] = set()
         self._phase = "idle"
         self._graph_task: int | None = None
+        self._whole = False  # whether the backward that began last ran to its end
         self._factor = 1.0
         self._failed = ""
         for param, target in self._targets.items():
@@ -128,6 +130,12 @@ class FusedBackward:
             failed, self._failed = self._failed, ""
             self._reset()
             raise BackwardError(f"the last backward stopped in the middle: {failed}")
+        if self._squares and not self._whole:
+            self._reset()
+            raise BackwardError(
+                "the last backward was interrupted before its end: part of the parameters has been updated, the rest "
+                "has not. Go back to the last checkpoint."
+            )
         for param, target in self._targets.items():
             if target.optimizer is optimizer:
                 self._check_updated(param, target)
@@ -200,7 +208,8 @@ class FusedBackward:
             )
         task = torch._C._current_graph_task_id()
         if self._graph_task is None:
-            self._graph_task = task
+            self._graph_task, self._whole = task, False
+            Variable._execution_engine.queue_callback(self._note_end)
         elif task != self._graph_task:
             raise BackwardError(
                 f"{name} got a gradient in a second backward before step(). Gradient accumulation needs gradients that "
@@ -208,6 +217,9 @@ class FusedBackward:
                 "uses reentrant checkpointing, set use_reentrant=False. Updated so far: "
                 f"{', '.join(self._moved) or 'nothing'}."
             )
+
+    def _note_end(self) -> None:
+        self._whole = True
 
     def _refuse_repeat(self, param: Tensor, name: str) -> None:
         if self._phase == "idle" and param in self._squares:

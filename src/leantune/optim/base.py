@@ -17,7 +17,8 @@ from leantune.optim.gradient import squared_norm
 from leantune.optim.report import ParameterState, StateLayout, StateReport
 
 FORMAT_VERSION = 1
-_FREE_GROUP_KEYS = {"params", "param_names", "initial_lr", "name", "max_lr", "min_lr", "base_momentum", "max_momentum"}
+_FREE_GROUP_KEYS = {"params", "param_names", "name", "initial_lr", "swa_lr", "max_lr", "min_lr"}
+_FREE_GROUP_KEYS |= {"base_momentum", "max_momentum"}
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -159,6 +160,11 @@ class LeanOptimizer(torch.optim.Optimizer):
         for place, item in enumerate(params):
             name, param = item if isinstance(item, tuple) else (f"parameter {place}", item)
             _check_parameter(name, param, type(self).__name__)
+            if param.dtype is torch.float16 and {**self.defaults, **param_group}.get("master_bits") is not None:
+                raise InvalidArgumentError(
+                    f"{name} is float16, and master_bits=24 is the 8-bit remainder of bfloat16 weights; it would be "
+                    "ignored. Leave master_bits out, or make the model bfloat16."
+                )
         self._check_unique(params)
         self._check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
@@ -305,13 +311,9 @@ class LeanOptimizer(torch.optim.Optimizer):
 
 def check_common(group: dict[str, Any]) -> None:
     """Settings every rule shares: lr, weight_decay, rounding, master_bits."""
-    lr = float(group["lr"])
-    if not 0 <= lr < float("inf"):
-        raise InvalidArgumentError(f"lr is {lr}; it must be a finite number of at least 0.")
-    if not 0 <= float(group["weight_decay"]) < float("inf"):
-        raise InvalidArgumentError(
-            f"weight_decay is {group['weight_decay']}; it must be a finite number of at least 0."
-        )
+    for key in ("lr", "weight_decay"):
+        if not 0 <= _number(key, group[key]) < float("inf"):
+            raise InvalidArgumentError(f"{key} is {group[key]}; it must be a finite number of at least 0.")
     if group["rounding"] not in (None, "stochastic", "nearest"):
         raise InvalidArgumentError(
             f"rounding is {group['rounding']!r}; write 'stochastic', 'nearest', or None (stochastic below 32 bits)."
@@ -327,12 +329,20 @@ def check_common(group: dict[str, Any]) -> None:
 def check_betas(group: dict[str, Any]) -> None:
     """betas in [0, 1) and eps positive."""
     betas = group["betas"]
-    if len(betas) != 2 or not all(0 <= float(beta) < 1 for beta in betas):
+    pair = isinstance(betas, tuple | list) and len(betas) == 2
+    if not pair or not all(0 <= _number("betas", beta) < 1 for beta in betas):
         raise InvalidArgumentError(f"betas is {betas}; it must be two numbers in [0, 1), for example (0.9, 0.999).")
-    if not 1e-37 < float(group["eps"]) < float("inf"):
+    if not 1e-37 < _number("eps", group["eps"]) < float("inf"):
         raise InvalidArgumentError(
             f"eps is {group['eps']}; it must be finite and above 1e-37: it is all that divides a zero gradient."
         )
+
+
+def _number(key: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise InvalidArgumentError(f"{key} is {value!r}; it must be a number.") from None
 
 
 def _check_parameter(name: str, param: Any, optimizer: str) -> None:

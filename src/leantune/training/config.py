@@ -196,12 +196,26 @@ def _from_file(path: str | Path | None) -> dict[str, Any]:
             f"- there is no config file {path}. Give its path, or --model_name_or_path and --dataset as flags."
         )
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.load(path.read_text(encoding="utf-8"), _OnceLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"- {path} is not YAML: {error}") from None
+        raise ConfigError(f"- {path} cannot be read as YAML: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"- {path} holds a {type(values).__name__}; a config is lines of `key: value`.")
     return values
+
+
+class _OnceLoader(yaml.SafeLoader):
+    """YAML whose keys stand once; YAML itself silently keeps the last of two."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """As SafeLoader does, after looking for a key that comes again."""
+        seen: dict[str, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if str(key.value) in seen and key.tag != "tag:yaml.org,2002:merge":
+                raise yaml.YAMLError(f"{key.value} stands in line {seen[str(key.value)]} and in line {line}; keep one")
+            seen[str(key.value)] = line
+        return super().construct_mapping(node, deep)
 
 
 def _from_flags(flags: typing.Sequence[str], problems: list[str]) -> dict[str, Any]:
@@ -215,6 +229,8 @@ def _from_flags(flags: typing.Sequence[str], problems: list[str]) -> dict[str, A
         key, equals, text = item[2:].partition("=")
         if not equals:
             text = items.pop(0) if items and not items[0].startswith("--") else "true"
+        if key in values:
+            problems.append(f"--{key} is given twice; keep one of them")
         try:
             values[key] = yaml.safe_load(text)
         except yaml.YAMLError:
@@ -296,6 +312,8 @@ def _ignored(c: TrainConfig) -> list[str]:
         for key, optimizers in _ONLY_FOR.items()
         if c.optim not in optimizers and (c.ours or key not in _MOMENTS) and getattr(c, key) != getattr(defaults, key)
     ]
+    if c.master_bits is not None and c.dtype != "bfloat16":
+        found.append(f"master_bits is for bfloat16 weights; dtype is {c.dtype}: leave master_bits out")
     if c.ours:
         found += [f"{key}: {REFUSED[key]}" for key in sorted(FOREIGN_OPTIMIZER_KEYS & set(c.extra))]
     if c.method != "lora":
@@ -352,6 +370,10 @@ def _wrong_values(c: TrainConfig) -> list[str]:
         found.append(f"max_steps is {c.max_steps}; it must be at least 1 (leave it out to train num_train_epochs)")
     if c.num_train_epochs <= 0 and c.max_steps < 1:
         found.append(f"num_train_epochs is {c.num_train_epochs}; it must be above 0")
+    if c.lora_alpha <= 0:
+        found.append(f"lora_alpha is {c.lora_alpha}; it must be above 0 (the adapters' output is scaled by alpha / r)")
+    if not 0 <= c.lora_dropout < 1:
+        found.append(f"lora_dropout is {c.lora_dropout}; it is a share of at least 0 and below 1")
     if c.seed < 0:
         found.append(f"seed is {c.seed}; it must be at least 0")
     if c.eval_split is not None and not 0 < c.eval_split < 1:

@@ -30,10 +30,10 @@ def load_data(config: TrainConfig, tokenizer: Any) -> PreparedData:
     are a ConfigError with row numbers, or with ``drop_invalid`` a note.
     """
     notes: list[str] = []
-    train = _encode_all(_read(config.dataset), config, tokenizer, config.dataset, notes)
+    train = _encode_all("dataset", config.dataset, config, tokenizer, notes)
     held_out = None
     if config.eval_dataset:
-        held_out = _encode_all(_read(config.eval_dataset), config, tokenizer, config.eval_dataset, notes)
+        held_out = _encode_all("eval_dataset", config.eval_dataset, config, tokenizer, notes)
     elif config.eval_split:
         held = round(len(train) * config.eval_split)
         if not 0 < held < len(train):
@@ -46,8 +46,8 @@ def load_data(config: TrainConfig, tokenizer: Any) -> PreparedData:
     return PreparedData(train, held_out, notes, longest)
 
 
-def _read(source: str) -> Any:
-    """A datasets.Dataset from a file, a folder, or a hub name (``name`` or ``name:split``).
+def _read(key: str, source: str) -> Any:
+    """A datasets.Dataset from a file, a folder, or a hub name (``name`` or ``name:split``); errors begin with ``key``.
 
     In a folder, files named as another split (test, validation) are left out: datasets' own rules of naming.
     """
@@ -58,41 +58,78 @@ def _read(source: str) -> Any:
         if (path / "state.json").is_file():
             return load_from_disk(source)
         if path.is_dir():
-            endings = {file.suffix for file in path.rglob("*") if file.suffix in _READERS}
-            if not endings:
-                raise ConfigError(f"- dataset: no .jsonl, .json, .csv or .parquet file in {path}")
-            if len({_READERS[ending] for ending in endings}) > 1:
-                raise ConfigError(f"- dataset: {path} mixes {', '.join(sorted(endings))} files; name the one to use")
-            return load_dataset(source, split="train")
+            files = sorted(file for file in path.rglob("*") if file.suffix in _READERS)
+            if not files:
+                raise ConfigError(f"- {key}: no {', '.join(_READERS)} file in {path}")
+            kinds = {_READERS[file.suffix] for file in files}
+            if len(kinds) > 1:
+                endings = ", ".join(sorted({file.suffix for file in files}))
+                raise ConfigError(f"- {key}: {path} mixes {endings} files; name the one to use")
+            return load_dataset(source, split="train", **_reading(key, files))
         if path.is_file():
             if path.suffix not in _READERS:
-                raise ConfigError(f"- dataset: {path} ends in {path.suffix!r}; files end in {', '.join(_READERS)}")
-            if path.stat().st_size == 0:
-                raise ConfigError(f"- dataset: {path} is empty")
-            return load_dataset(_READERS[path.suffix], data_files=str(path), split="train")
+                raise ConfigError(f"- {key}: {path} ends in {path.suffix!r}; files end in {', '.join(_READERS)}")
+            return load_dataset(_READERS[path.suffix], data_files=str(path), split="train", **_reading(key, [path]))
         if path.suffix in _READERS:
-            raise ConfigError(f"- dataset: there is no file {path}")
+            raise ConfigError(f"- {key}: there is no file {path}")
         name, _, split = source.partition(":")
         return load_dataset(name, split=split or "train")
     except ConfigError:
         raise
     except Exception as error:
         cause = error.__cause__ or error
-        lines = str(cause).splitlines() or [""]
-        raise ConfigError(f"- dataset {source!r} cannot be read: {type(cause).__name__}: {lines[0]}") from error
+        reason = f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}"
+        if "corresponds to no data" in reason:
+            reason = "it holds no rows"
+        raise ConfigError(f"- {key} {source!r} cannot be read: {reason}") from error
 
 
-def _encode_all(rows: Any, config: TrainConfig, tokenizer: Any, source: str, notes: list[str]) -> Any:
+def _reading(key: str, files: list[Path]) -> dict[str, Any]:
+    """Arguments for reading files of one kind, after a look at each: text must be UTF-8 and hold something."""
+    for file in files:
+        if file.stat().st_size == 0:
+            raise ConfigError(f"- {key}: {file} is empty")
+        if file.suffix != ".parquet":
+            _check_text(key, file)
+    if files[0].suffix != ".csv":
+        return {}
+    import pandas
+    from datasets import Features, Value
+
+    # A cell of a csv file is text: pandas alone would read 2.50 as 2.5, and the answer "None" as nothing.
+    columns = pandas.read_csv(files[0], nrows=0).columns
+    return {"features": Features({str(name): Value("string") for name in columns}), "keep_default_na": False}
+
+
+def _check_text(key: str, file: Path) -> None:
+    blank = True
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                blank = not line.decode("utf-8-sig").strip() and blank
+            except UnicodeDecodeError as error:
+                raise ConfigError(
+                    f"- {key}: {file}, line {number}: byte {line[error.start]:#04x} is not UTF-8; convert the file "
+                    "(for Western Windows text: iconv -f cp1252 -t utf-8)"
+                ) from None
+    if blank:
+        raise ConfigError(f"- {key}: {file} holds only blank lines")
+
+
+def _encode_all(key: str, source: str, config: TrainConfig, tokenizer: Any, notes: list[str]) -> Any:
     from datasets import Dataset
 
+    rows = _read(key, source)
     convert = detect(list(rows.column_names))
     if unused := unused_columns(list(rows.column_names)):
         notes.append(f"{source}: not used: the columns {', '.join(unused)}")
     encoded: list[Row] = []
     bad: list[str] = []
+    cut, longest = 0, 0
     for number, row in enumerate(rows, 1):
         try:
             ids, labels = encode(convert(row), tokenizer)
+            cut, longest = cut + (len(ids) > config.max_length), max(longest, len(ids))
             ids, labels = ids[: config.max_length], labels[: config.max_length]
             if all(label == IGNORED for label in labels[1:]):
                 raise BadRowError(f"nothing is left to learn within max_length {config.max_length}")
@@ -108,7 +145,12 @@ def _encode_all(rows: Any, config: TrainConfig, tokenizer: Any, source: str, not
             )
         notes.append(f"{source}: dropped {len(bad)} of {len(rows)} rows:\n  {listed}")
     if not encoded:
-        raise ConfigError(f"- {source}: no row is left to train on")
+        raise ConfigError(f"- {source}: no row is left to train on" + (f":\n  {listed}" if bad else ""))
+    if cut:
+        notes.append(
+            f"{source}: {cut} of {len(rows)} rows are longer than max_length {config.max_length} (the longest: "
+            f"{longest} tokens) and were cut; from those the model does not learn to stop"
+        )
     return Dataset.from_list(encoded)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +17,9 @@ from leantune.activations.velora.apply import VeloraHandle, apply_velora
 from leantune.activations.velora.report import VeloraReport
 from leantune.errors import ConfigError, InvalidArgumentError
 from leantune.kernels.half_linear import use_fp32_products
-from leantune.memory import MemoryTimeline, MemoryTracker, Plan, parse_size, plan_run
+from leantune.memory import MemoryTimeline, MemoryTracker, Plan, format_bytes, parse_size, plan_run
 from leantune.memory.plots import plot_memory
+from leantune.training.checkpoints import VELORA_FILE, check_checkpoint, checkpoints, holds_model
 from leantune.training.config import TrainConfig
 from leantune.training.data import PreparedData, load_data
 from leantune.training.identity import check_identity, write_identity
@@ -25,10 +27,7 @@ from leantune.training.log import RunLog
 from leantune.training.optimizers import build_optimizer
 from leantune.training.progress import ProgressBar
 from leantune.training.summary import header, summary, write_summary
-from leantune.training.trainer import VELORA_FILE, LeanTrainer, base_model, check_exact_loss, checkpoints
-
-_RESULTS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors")
-"""Files that a finished run, or any model folder, holds."""
+from leantune.training.trainer import LeanTrainer, base_model, check_exact_loss
 
 
 @dataclass
@@ -58,6 +57,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     console = console or Console()
     output = Path(config.output_dir)
     _refuse_more_than_one_process()
+    _refuse_missing_trackers(config)
     resume_from = _checkpoint_to_resume(config, output)
     set_seed(config.seed)
     tokenizer = _tokenizer(config)
@@ -75,13 +75,13 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
             velora.use_fp32_products()
     trainer = _trainer(config, model, tokenizer, data, velora)
     plan = _plan(config, trainer, data)
+    header(console, config, trainer, data, plan)
+    _hold_against_budget(config, plan)
     output.mkdir(parents=True, exist_ok=True)
     (output / "leantune_config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     write_identity(config, data, output)
     if plan is not None:
         plan.save(output)
-    header(console, config, trainer, data, plan)
-    _hold_against_budget(config, plan)
     log = RunLog(output, append=resume_from is not None)
     probe, bar = _MemoryProbe(trainer), ProgressBar(console)
     trainer.remove_callback(PrinterCallback)
@@ -133,19 +133,29 @@ def _refuse_more_than_one_process() -> None:
         )
 
 
+def _refuse_missing_trackers(config: TrainConfig) -> None:
+    from transformers.integrations import get_available_reporting_integrations
+
+    wanted = config.extra.get("report_to") or []
+    wanted = [wanted] if isinstance(wanted, str) else list(wanted)
+    missing = [name for name in wanted if name not in ("none", "all", *get_available_reporting_integrations())]
+    if missing:
+        raise ConfigError(f"- report_to: {', '.join(missing)} is not installed here; install it, or leave it out")
+
+
 def _checkpoint_to_resume(config: TrainConfig, output: Path) -> Path | None:
+    _refuse_unwritable(output)
     found = checkpoints(output)
     if config.resume:
         if not found:
             raise ConfigError(f"- resume: there is no whole checkpoint in {output}; leave resume out to start")
+        check_checkpoint(found[-1], config)
         return found[-1]
     if output.is_dir() and Path(config.model_name_or_path).is_dir() and output.samefile(config.model_name_or_path):
         raise ConfigError(
             f"- output_dir {output} is the folder of the model that is trained, and would overwrite it; write another"
         )
-    if output.exists() and not output.is_dir():
-        raise ConfigError(f"- output_dir {output} is a file; write the name of a folder")
-    if not found and any((output / name).exists() for name in _RESULTS):
+    if not found and holds_model(output):
         raise ConfigError(
             f"- output_dir {output} holds a trained model, which would be overwritten; write another output_dir, or "
             "delete it first"
@@ -156,6 +166,18 @@ def _checkpoint_to_resume(config: TrainConfig, output: Path) -> Path | None:
             "on from it, or another output_dir"
         )
     return None
+
+
+def _refuse_unwritable(output: Path) -> None:
+    """Before anything is loaded: the folder, or the nearest one above it that exists, must take files."""
+    place = next(path for path in (output.absolute(), *output.absolute().parents) if path.exists())
+    if not place.is_dir():
+        raise ConfigError(f"- output_dir {output}: {place} is a file; write the name of a folder")
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        raise ConfigError(f"- output_dir {output} cannot be written: {place}: {error.strerror}") from None
 
 
 def _tokenizer(config: TrainConfig) -> Any:
@@ -275,7 +297,10 @@ def _plan(config: TrainConfig, trainer: LeanTrainer, data: PreparedData) -> Plan
     then."""
     optimizer: Any = trainer.optimizer
     if optimizer is None:
-        optimizer = trainer.create_optimizer()
+        try:
+            optimizer = trainer.create_optimizer()
+        except (ImportError, ValueError) as error:
+            raise ConfigError(f"- optim: {config.optim} cannot be used here: {error}") from error
     rows, length = config.per_device_train_batch_size, data.longest
     # Rows of one length, and rows alone, need no attention mask.
     padded = rows > 1 and len({len(ids) for ids in data.train["input_ids"]}) > 1
@@ -307,10 +332,9 @@ def _plan(config: TrainConfig, trainer: LeanTrainer, data: PreparedData) -> Plan
 def _hold_against_budget(config: TrainConfig, plan: Plan | None) -> None:
     if config.memory_budget is None or plan is None:
         return
-    budget = parse_size(config.memory_budget)
-    if plan.total > budget:
+    if plan.total > parse_size(config.memory_budget):
         raise ConfigError(
-            f"- memory_budget is {config.memory_budget}, and the plan needs {plan.total / 2**30:.2f} GiB at "
+            f"- memory_budget is {config.memory_budget}, and the plan needs {format_bytes(plan.total)} at "
             f"{plan.where}. Lower per_device_train_batch_size or max_length, turn on gradient_checkpointing, or choose "
             "method: lora."
         )

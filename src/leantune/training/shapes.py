@@ -96,8 +96,8 @@ def _prompt(row: Row) -> Row:
 
 def _alpaca(row: Row) -> Row:
     question = _words(row["instruction"], "instruction")
-    if row.get("input"):
-        question = f"{question}\n\n{row['input']}"
+    if str(row.get("input") or "").strip():
+        question = f"{question}\n\n{_words(row['input'], 'input')}"
     answer = {"role": "assistant", "content": _words(row["output"], "output")}
     return {"messages": [*_system(row), {"role": "user", "content": question}, answer]}
 
@@ -137,6 +137,8 @@ def _role_and_content(turn: Any) -> tuple[str, Any]:
 def _words(value: Any, what: str) -> str:
     if value is None or (isinstance(value, str) and not value.strip()):
         raise BadRowError(f"{what} is empty")
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
     if not isinstance(value, str):
-        raise BadRowError(f"{what} is not text")
+        raise BadRowError(f"{what} is {value!r}, not text; write it in quotes")
     return value

@@ -15,9 +15,9 @@ from leantune.activations.loss import linear_cross_entropy, shift_labels
 from leantune.activations.velora.apply import VeloraHandle
 from leantune.backward.fused import FusedBackward
 from leantune.errors import BackwardError, ConfigError, NonFiniteError
+from leantune.training.checkpoints import VELORA_FILE, checkpoints, remove_whole
 from leantune.training.config import TrainConfig
 
-VELORA_FILE = "velora.safetensors"
 _UNUSED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "labels")
 
 
@@ -221,7 +221,7 @@ class LeanTrainer(SFTTrainer):
             if path.is_file():
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
-        _remove_whole(final)
+        remove_whole(final)
         os.replace(written, final)
         shutil.rmtree(aside, ignore_errors=True)
         self._drop_old_checkpoints()
@@ -255,26 +255,11 @@ class LeanTrainer(SFTTrainer):
         limit = self.lean.save_total_limit
         kept = checkpoints(self._folder)
         for path in kept[: max(0, len(kept) - limit)] if limit else []:
-            _remove_whole(path)
+            remove_whole(path)
 
     def _last_good(self) -> str:
         found = checkpoints(self._folder)
         return f"The last good checkpoint is {found[-1]}." if found else "There is no checkpoint yet."
-
-
-def _remove_whole(folder: Path) -> None:
-    """Remove a checkpoint so that, killed in between, no part of it keeps the name of a whole one."""
-    if folder.exists():
-        going = folder.with_name(f".removing-{folder.name}")
-        shutil.rmtree(going, ignore_errors=True)
-        os.replace(folder, going)
-        shutil.rmtree(going, ignore_errors=True)
-
-
-def checkpoints(output_dir: str | Path) -> list[Path]:
-    """Whole checkpoints in a folder, oldest first."""
-    found = [path for path in Path(output_dir).glob("checkpoint-*") if path.name.partition("-")[2].isdigit()]
-    return sorted(found, key=lambda path: int(path.name.partition("-")[2]))
 
 
 def base_model(model: Any) -> Any:

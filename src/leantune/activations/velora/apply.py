@@ -216,11 +216,20 @@ def _matches(model: nn.Module, targets: Sequence[str] | str) -> list[tuple[str, 
     """Modules the targets name, in the model's order. Every target must match something."""
     named = [(name, module) for name, module in model.named_modules() if name]
     if isinstance(targets, str):
-        found = [pair for pair in named if re.fullmatch(targets, pair[0])]
+        try:
+            found = [pair for pair in named if re.fullmatch(targets, pair[0])]
+        except re.error as error:
+            raise InvalidArgumentError(
+                f"target_modules: {targets!r} is no regular expression ({error}); a list gives ends of names."
+            ) from None
         if not found:
             raise InvalidArgumentError(f"the expression {targets!r} matches no module. {_close(targets, named)}")
         return found
-    targets = list(targets)
+    if not isinstance(targets, Sequence) or not all(isinstance(target, str) for target in targets):
+        raise InvalidTypeError(
+            f'target_modules is {targets!r}; it takes a list of names, for example ["down_proj"], or one regular '
+            "expression."
+        )
     if not targets:
         raise InvalidArgumentError('target_modules is empty; name at least one, for example ["down_proj"].')
     for target in targets:
