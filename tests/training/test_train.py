@@ -16,6 +16,7 @@ from tiny_runs import tiny_config, without_pictures, write_rows
 from transformers import AutoModelForCausalLM
 
 from leantune.errors import ConfigError, NonFiniteError
+from leantune.training.checkpoints import checkpoints
 from leantune.training.run import train
 from leantune.training.trainer import LeanTrainer
 
