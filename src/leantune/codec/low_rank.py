@@ -5,6 +5,8 @@ Everything that crosses rows is the r x r Gram matrix W^T W and M^T W (cols x r)
 at a time: with W^T W = Q diag(lambda) Q^T, U = W Q lambda^-1/2 and V' = (M^T W) Q lambda^-1/2.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -51,8 +53,12 @@ class PowerIteration:
         """Take W = M V, M^T W and W^T W as a kernel computed them for the whole of M, instead of :meth:`add`."""
         self._rows, self._columns, self._gram = product, columns, gram
 
-    def finish(self) -> tuple[Tensor, Tensor]:
-        """(U, V') as stored: bfloat16 (rows, rank) and (cols, rank). An absent direction has a zero column in both."""
+    def finish(self, total: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """(U, V') as stored: bfloat16 (rows, rank) and (cols, rank). An absent direction has a zero column in both.
+
+        ``total`` sums a tensor over the processes that hold the other rows of M (or gives it back, where all are here).
+        """
+        self._columns, self._gram = total(self._columns), total(self._gram)
         values, vectors = torch.linalg.eigh(self._gram)
         present = values > (values[-1] * _SMALLEST_SHARE).clamp(min=_SMALLEST)
         inverse_root = torch.where(present, values.clamp(min=1e-300).rsqrt(), 0.0)

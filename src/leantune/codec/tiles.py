@@ -18,13 +18,14 @@ TILE_ELEMENTS = 1 << 17
 
 
 def matrix_shape(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
-    """(rows, cols) under which a parameter's elements are walked: (shape[0], the rest); a vector is one row.
+    """(rows, cols) under which a parameter's elements are walked: (shape[0], the rest); a vector is one column, so that
+    it is sharded by rows as a matrix is.
 
     >>> matrix_shape((8, 3, 5)), matrix_shape((7,)), matrix_shape(())
-    ((8, 15), (1, 7), (1, 1))
+    ((8, 15), (7, 1), (1, 1))
     """
-    if len(shape) < 2:
-        return 1, int(shape[0]) if shape else 1
+    if not shape:
+        return 1, 1
     cols = 1
     for size in shape[1:]:
         cols *= int(size)

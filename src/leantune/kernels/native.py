@@ -120,11 +120,19 @@ class TernaryCall:
         state: the parameter's state tensors by name (leantune.codec.ternary_state).
         block_size: elements of a block.
         key: of the random bits of this parameter and step.
+        first_row: index of row 0 in the whole parameter, where these are the rows of a shard.
         rule: the fields lr, decay, beta1, beta2, bias, eps, grad_scale as floats, stochastic as a bool.
     """
 
     def __init__(
-        self, weight: Tensor, grad: Tensor, state: dict[str, Any], block_size: int, key: int, **rule: float
+        self,
+        weight: Tensor,
+        grad: Tensor,
+        state: dict[str, Any],
+        block_size: int,
+        key: int,
+        first_row: int = 0,
+        **rule: float,
     ) -> None:
         self._weight, self._state = weight, state
         beta1, beta2 = rule["beta1"], rule["beta2"]
@@ -133,7 +141,7 @@ class TernaryCall:
         self._call = call = _Call(
             rows=weight.shape[0],
             cols=weight.shape[1],
-            first_row=0,
+            first_row=first_row,
             grad_row=grad.stride(0),
             grad_column=grad.stride(1),
             blocks_per_row=state["variance_level"].shape[1],

@@ -17,6 +17,7 @@ from leantune.codec.tiles import Tile, matrix_shape, tiles
 from leantune.errors import InvalidArgumentError
 from leantune.optim.base import LeanOptimizer, check_common
 from leantune.optim.report import Spec, StateLayout
+from leantune.optim.row_shard import RowShard
 from leantune.optim.weights import WeightMatrix
 
 
@@ -76,32 +77,32 @@ class AdaLomo(LeanOptimizer):
             "variance_rows": ((rows,), torch.float32),
             "variance_columns": ((cols,), torch.float32),
         }
-        return StateLayout("factored", "row and column means of the second moment", factors)
+        replicated = frozenset({"variance_columns"})
+        return StateLayout("factored", "row and column means of the second moment", factors, replicated)
 
     def _apply(
-        self, param: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any], grad_scale: float, key: int
+        self, shard: RowShard, grad: Tensor, group: dict[str, Any], state: dict[str, Any], grad_scale: float, key: int
     ) -> None:
-        shape = matrix_shape(param.shape)
-        weight = WeightMatrix(param, group["rounding"], None, key)
+        weight = WeightMatrix(shard, group["rounding"], None, key)
         beta = 1 - float(int(state["step"])) ** float(group["decay_rate"])
-        gradient = _Gradient(grad.reshape(shape), grad_scale)
+        gradient = _Gradient(grad, grad_scale, shard)
         if "variance" in state:
-            variance = state["variance"].view(shape)
+            variance = state["variance"].view(grad.shape)
             gradient.average(variance, beta, group["eps"][0])
         else:
-            gradient.average_factors(state["variance_rows"], state["variance_columns"], beta, group["eps"][0])
+            row_means, column_means = state["variance_rows"], state["variance_columns"]
+            gradient.average_factors(row_means, column_means, beta, group["eps"][0])
+            mean = shard.total(row_means.sum()) / shard.all_rows
 
         def direction(tile: Tile) -> Tensor:
             if "variance" in state:
                 return gradient.tile(tile) / tile.of(variance).sqrt()
-            rows, cols = state["variance_rows"], state["variance_columns"]
-            return factored_direction(
-                gradient.tile(tile), rows[tile.top : tile.bottom], cols[tile.left : tile.right], rows.mean()
-            )
+            rows, cols = row_means[tile.top : tile.bottom], column_means[tile.left : tile.right]
+            return factored_direction(gradient.tile(tile), rows, cols, mean)
 
         lr = float(group["lr"])
-        update_rms = _rms(direction(tile) for tile in gradient.tiles())
-        weight_rms = _rms(weight.read(tile) for tile in gradient.tiles())
+        update_rms = gradient.rms(direction(tile) for tile in gradient.tiles())
+        weight_rms = gradient.rms(weight.read(tile) for tile in gradient.tiles())
         scale = lr * max(group["eps"][1], weight_rms) / max(1.0, update_rms / group["clip_rms"])
         for tile in gradient.tiles():
             values = weight.read(tile).mul_(1 - lr * group["weight_decay"])
@@ -109,11 +110,12 @@ class AdaLomo(LeanOptimizer):
 
 
 class _Gradient:
-    """A (rows, cols) gradient read in fp32 tiles."""
+    """The (rows, cols) of a gradient that this process holds, read in fp32 tiles."""
 
-    def __init__(self, matrix: Tensor, scale: float) -> None:
+    def __init__(self, matrix: Tensor, scale: float, shard: RowShard) -> None:
         self._matrix = matrix
         self._scale = scale
+        self._shard = shard
 
     def tiles(self) -> Iterator[Tile]:
         rows, cols = self._matrix.shape
@@ -133,12 +135,11 @@ class _Gradient:
             row_sums[tile.top : tile.bottom] += square.sum(dim=1)
             col_sums[tile.left : tile.right] += square.sum(dim=0)
         rows.mul_(beta).add_(row_sums, alpha=(1 - beta) / cols.numel())
-        cols.mul_(beta).add_(col_sums, alpha=(1 - beta) / rows.numel())
+        cols.mul_(beta).add_(self._shard.total(col_sums), alpha=(1 - beta) / self._shard.all_rows)
 
-
-def _rms(parts: Iterator[Tensor]) -> float:
-    total, count = 0.0, 0
-    for part in parts:
-        total += float(torch.linalg.vector_norm(part)) ** 2
-        count += part.numel()
-    return (total / max(count, 1)) ** 0.5
+    def rms(self, parts: Iterator[Tensor]) -> float:
+        """Root mean square of what ``parts`` are the tiles of, over all rows of the parameter."""
+        total = torch.zeros((), dtype=torch.float64, device=self._matrix.device)
+        for part in parts:
+            total += torch.linalg.vector_norm(part).double().square()
+        return float(self._shard.total(total) / max(self._shard.all_rows * self._matrix.shape[1], 1)) ** 0.5

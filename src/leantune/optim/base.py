@@ -15,6 +15,7 @@ from leantune.codec.counter_hash import stream_key
 from leantune.errors import BackwardError, InvalidArgumentError, InvalidTypeError, NonFiniteError, StateMismatchError
 from leantune.optim.gradient import squared_norm
 from leantune.optim.report import ParameterState, StateLayout, StateReport
+from leantune.optim.row_shard import RowShard, is_sharded, local, placed_like, row_shard, rows_of, whole_tensor
 
 FORMAT_VERSION = 1
 _FREE_GROUP_KEYS = {"params", "param_names", "name", "initial_lr", "swa_lr", "max_lr", "min_lr"}
@@ -44,10 +45,13 @@ class LeanOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _apply(
-        self, param: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any], grad_scale: float, key: int
+        self, shard: RowShard, grad: Tensor, group: dict[str, Any], state: dict[str, Any], grad_scale: float, key: int
     ) -> None:
-        """Move ``param`` by ``grad * grad_scale``; ``state`` is allocated and its step counted; ``key`` seeds random
-        bits."""
+        """Move the rows of a parameter that are here by ``grad * grad_scale``.
+
+        ``grad``: (rows, cols) as the shard; ``state``: this process's part of every tensor, its step counted; ``key``
+        seeds random bits.
+        """
         raise NotImplementedError
 
     # -- the one path of a gradient ---------------------------------------------------------------------------------
@@ -59,18 +63,31 @@ class LeanOptimizer(torch.optim.Optimizer):
         """Move one parameter by one gradient, whole.
 
         ``grad``: the parameter's shape, any floating dtype, finite (the caller checks); it is multiplied by
-        ``grad_scale`` in fp32. Temporaries stay under 8 MiB whatever the size of the parameter.
+        ``grad_scale`` in fp32. Temporaries stay under 8 MiB whatever the size of the parameter. Of a DTensor every
+        process moves its own rows, and all must call this together.
         """
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.int64)
-            for name, (shape, dtype) in self._layout(param, group).tensors.items():
-                state[name] = torch.zeros(shape, dtype=dtype, device=param.device)
-        else:
+        if state:
             self._check_fits(param, group, state)
+        shard = row_shard(param)
+        if not state:
+            self._allocate(param, group, state, shard)
+            # torch.distributed.checkpoint steps an empty optimizer like this, to learn what its state is made of.
+            if float(group["lr"]) == 0 and not bool(shard.total(squared_norm(local(grad)))):
+                return
         state["step"] += 1
         if param.numel():
             key = stream_key(int(group["seed"]), int(state["step"]), self._position(param))
-            self._apply(param.detach(), grad, group, state, grad_scale, key)
+            here = {name: local(value) for name, value in state.items()}
+            self._apply(shard, local(grad).reshape(shard.matrix.shape), group, here, grad_scale, key)
+
+    def _allocate(self, param: Tensor, group: dict[str, Any], state: dict[str, Any], shard: RowShard) -> None:
+        state["step"] = torch.zeros((), dtype=torch.int64)
+        layout = self._layout(param, group)
+        for name, (shape, dtype) in layout.tensors.items():
+            whole = name in layout.replicated or not is_sharded(param) or not shape
+            held = shape if whole else (shard.matrix.shape[0], *shape[1:])
+            zeros = torch.zeros(held, dtype=dtype, device=shard.matrix.device)
+            state[name] = zeros if whole else placed_like(param, zeros, shape)
 
     def _check_fits(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         """Kernels write through pointers: refuse a parameter or a state that is no longer what was allocated."""
@@ -81,7 +98,7 @@ class LeanOptimizer(torch.optim.Optimizer):
             )
         for name, (shape, dtype) in self._layout(param, group).tensors.items():
             value = state.get(name)
-            if value is None or value.shape != shape or value.dtype != dtype or not value.is_contiguous():
+            if value is None or value.shape != shape or value.dtype != dtype or not local(value).is_contiguous():
                 raise StateMismatchError(
                     f"the state of a parameter of shape {tuple(param.shape)} does not fit it ({name} should be "
                     f"contiguous {dtype} {tuple(shape)}): the parameter was replaced or resized after its first step. "
@@ -124,7 +141,7 @@ class LeanOptimizer(torch.optim.Optimizer):
                 f"{name} has a sparse gradient ({grad.layout}), which {type(self).__name__} does not take. "
                 "Build the embedding with sparse=False."
             )
-        norm = squared_norm(grad)
+        norm = row_shard(param).total(squared_norm(local(grad)))
         if not bool(torch.isfinite(norm)):
             raise NonFiniteError(
                 f"the gradient of {name} holds NaN or Inf (or its squares overflow float32). Nothing has been updated "
@@ -282,7 +299,8 @@ class LeanOptimizer(torch.optim.Optimizer):
 
     def _checked_state(self, saved: dict[str, Any], param: Tensor, group: dict[str, Any], place: int) -> dict[str, Any]:
         """The saved state of one parameter as new tensors on its device, each checked against the layout."""
-        specs = {**self._layout(param, group).tensors, "step": ((), torch.int64)}
+        layout, shard = self._layout(param, group), row_shard(param)
+        specs = {**layout.tensors, "step": ((), torch.int64)}
         if set(saved) != set(specs):
             raise StateMismatchError(
                 f"parameter {place} (shape {tuple(param.shape)}): the saved state holds {sorted(saved)}, "
@@ -297,16 +315,21 @@ class LeanOptimizer(torch.optim.Optimizer):
                     f"parameter {place} (shape {tuple(param.shape)}): saved {name} is {found}, expected {dtype} "
                     f"{tuple(shape)}. The file belongs to another model or was converted; nothing has been changed."
                 )
-            if value.is_floating_point() and not bool(torch.isfinite(squared_norm(value))):
+            if value.is_floating_point() and not bool(torch.isfinite(shard.total(squared_norm(local(value))))):
                 raise StateMismatchError(
                     f"parameter {place}: saved {name} holds NaN or Inf. Go back to an earlier checkpoint."
                 )
-            loaded[name] = (
-                value.detach()
-                .clone(memory_format=torch.contiguous_format)
-                .to("cpu" if name == "step" else param.device)
-            )
+            if name == "step" or name in layout.replicated or not is_sharded(param) or not shape:
+                part = whole_tensor(value)
+                loaded[name] = _copied(part, torch.device("cpu") if name == "step" else shard.matrix.device)
+            else:
+                part = rows_of(value, param, shard)
+                loaded[name] = placed_like(param, _copied(part, shard.matrix.device), shape)
         return loaded
+
+
+def _copied(value: Tensor, device: torch.device) -> Tensor:
+    return value.detach().clone(memory_format=torch.contiguous_format).to(device)
 
 
 def check_common(group: dict[str, Any]) -> None:
@@ -362,6 +385,7 @@ def _check_parameter(name: str, param: Any, optimizer: str) -> None:
             f"{name} (shape {tuple(param.shape)}, stride {param.stride()}) is not contiguous; its blocks would not be "
             "neighbours in memory. Make it so first: param.data = param.data.contiguous()."
         )
+    row_shard(param)
 
 
 def _parts(saved: Any, optimizer: str) -> tuple[list[dict[str, Any]], dict[Any, dict[str, Any]]]:

@@ -5,9 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
-from leantune.codec.tiles import matrix_shape, tiles
+from leantune.codec.tiles import tiles
 from leantune.optim.base import LeanOptimizer
 from leantune.optim.report import StateLayout
+from leantune.optim.row_shard import RowShard
 from leantune.optim.weights import WeightMatrix
 
 
@@ -41,11 +42,11 @@ class Lomo(LeanOptimizer):
         return StateLayout("none", "Lomo keeps no state", {})
 
     def _apply(
-        self, param: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any], grad_scale: float, key: int
+        self, shard: RowShard, grad: Tensor, group: dict[str, Any], state: dict[str, Any], grad_scale: float, key: int
     ) -> None:
-        shape = matrix_shape(param.shape)
-        weight = WeightMatrix(param, group["rounding"], None, key)
-        grad, lr = grad.reshape(shape), float(group["lr"])
-        for tile in tiles(*shape, column_unit=128):
+        weight = WeightMatrix(shard, group["rounding"], None, key)
+        lr = float(group["lr"])
+        rows, cols = grad.shape
+        for tile in tiles(rows, cols, column_unit=128):
             values = weight.read(tile).mul_(1 - lr * group["weight_decay"])
             weight.write(tile, values.sub_(tile.of(grad).float() * grad_scale, alpha=lr))

@@ -13,11 +13,12 @@ Spec = tuple[tuple[int, ...], torch.dtype]
 @dataclass(frozen=True)
 class StateLayout:
     """The state tensors of one parameter: ``tensors`` maps a name to (shape, dtype); ``reason`` says why this
-    storage."""
+    storage. A tensor has the parameter's rows, and is sharded as they are, unless its name is in ``replicated``."""
 
     storage: str
     reason: str
     tensors: dict[str, Spec]
+    replicated: frozenset[str] = frozenset()
 
     @property
     def nbytes(self) -> int:

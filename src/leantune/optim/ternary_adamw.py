@@ -28,6 +28,7 @@ from leantune.errors import InvalidArgumentError
 from leantune.kernels import native
 from leantune.optim.base import LeanOptimizer, check_betas, check_common
 from leantune.optim.report import StateLayout
+from leantune.optim.row_shard import RowShard
 from leantune.optim.weights import WeightMatrix, master_spec
 
 MIN_COLUMNS = 16
@@ -143,29 +144,27 @@ class TernaryAdamW(LeanOptimizer):
             return StateLayout("exact fp32", reason, exact | master)
         rank, note = _carry_rank(rows, cols, group)
         specs = tensor_specs(rows, cols, group["block_size"], group["momentum_planes"], rank)
-        return StateLayout("ternary", note, specs | master)
+        return StateLayout("ternary", note, specs | master, frozenset({"carry_columns"}))
 
     def _apply(
-        self, param: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any], grad_scale: float, key: int
+        self, shard: RowShard, grad: Tensor, group: dict[str, Any], state: dict[str, Any], grad_scale: float, key: int
     ) -> None:
-        weight = WeightMatrix(param, group["rounding"], state.get("weight_remainder"), key)
-        step = _Step(group, int(state["step"]), grad_scale, key)
-        matrix = grad if grad.dim() == 2 else grad.reshape(matrix_shape(grad.shape))
+        weight = WeightMatrix(shard, group["rounding"], state.get("weight_remainder"), key)
+        step = _Step(group, int(state["step"]), grad_scale, key, shard)
         if "momentum_trits" in state:
             stored = TernaryState(state, group["block_size"])
-            if native.takes(weight.matrix, matrix, group["block_size"]):
-                step.native(weight, matrix, state, stored)
+            if native.takes(weight.matrix, grad, group["block_size"]):
+                step.native(weight, grad, state, stored)
             else:
-                step.ternary(weight, matrix, stored)
+                step.ternary(weight, grad, stored)
         else:
-            shape = matrix_shape(param.shape)
-            step.exact(weight, matrix, state["momentum"].view(shape), state["variance"].view(shape))
+            step.exact(weight, grad, state["momentum"].view(grad.shape), state["variance"].view(grad.shape))
 
 
 class _Step:
     """One step of one parameter: the settings of its group as plain numbers, walked over the tiles."""
 
-    def __init__(self, group: dict[str, Any], number: int, grad_scale: float, key: int) -> None:
+    def __init__(self, group: dict[str, Any], number: int, grad_scale: float, key: int, shard: RowShard) -> None:
         self.lr = float(group["lr"])
         self.decay = 1 - self.lr * float(group["weight_decay"])
         self.beta1, self.beta2 = (float(beta) for beta in group["betas"])
@@ -174,6 +173,7 @@ class _Step:
         self.number = number
         self.grad_scale = grad_scale
         self.key = key
+        self.shard = shard
 
     def exact(self, weight: WeightMatrix, grad: Tensor, momentum: Tensor, variance: Tensor) -> None:
         """fp32 states of the weight's (rows, cols): nothing is dropped, so the step is u."""
@@ -198,9 +198,8 @@ class _Step:
             carry = stored[0].float(), stored[1].float()
         for tile in walk:
             grid = grids[tile.cols]
-            bits = random_bits(
-                self.key, tile.top, tile.rows, tile.left // self.block_size, grid.blocks, self.block_size, grad.device
-            )
+            top, first = self.shard.first_row + tile.top, tile.left // self.block_size
+            bits = random_bits(self.key, top, tile.rows, first, grid.blocks, self.block_size, grad.device)
             v, x = state.variance(tile, grid)
             _, u, v = self._rule(grid.split(self._gradient(grad, tile)), state.momentum(tile, grid), v)
             state.write_variance(tile, grid, v, x, low_fraction(bits))
@@ -217,6 +216,7 @@ class _Step:
             tensors,
             self.block_size,
             self.key,
+            self.shard.first_row,
             lr=self.lr,
             decay=self.decay,
             beta1=self.beta1,
@@ -230,7 +230,7 @@ class _Step:
         if state.has_carry:
             iteration = PowerIteration(grad.shape[0], state.basis, splitmix64(self.key))
             iteration.set(*call.power_iteration(iteration.basis))
-            carry = iteration.finish()
+            carry = iteration.finish(self.shard.total)
         call.step(carry)
         if carry is not None:
             state.write_carry(carry)
@@ -245,7 +245,7 @@ class _Step:
             v, _ = state.variance(tile, grid)
             _, u, _ = self._rule(grid.split(self._gradient(grad, tile)), state.momentum(tile, grid), v)
             iteration.add(tile.top, grid.join(u))
-        return iteration.finish()
+        return iteration.finish(self.shard.total)
 
     def _gradient(self, grad: Tensor, tile: Tile) -> Tensor:
         return tile.of(grad).float() if self.grad_scale == 1.0 else tile.of(grad).float() * self.grad_scale

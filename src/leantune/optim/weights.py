@@ -6,22 +6,22 @@ from torch import Tensor
 from leantune.codec.counter_hash import high_half, random_bits
 from leantune.codec.rounding import join_24, round_stochastic_, split_24
 from leantune.codec.tiles import Tile, matrix_shape
-
-_BLOCK = 128
+from leantune.optim.row_shard import RowShard
 
 
 class WeightMatrix:
-    """A parameter seen as its (rows, cols) matrix, with the rounding its group asks for.
+    """The rows of a parameter that this process holds, with the rounding its group asks for.
 
     ``remainder``: the int8 (rows, cols) of ``master_bits=24``, else None.
     ``rounding``: "nearest", or "stochastic", which None means below 32 bits.
     """
 
-    def __init__(self, param: Tensor, rounding: str | None, remainder: Tensor | None, key: int) -> None:
-        self.matrix = param.view(matrix_shape(param.shape))
+    def __init__(self, shard: RowShard, rounding: str | None, remainder: Tensor | None, key: int) -> None:
+        self.matrix = shard.matrix
+        self.first_row = shard.first_row
         self._remainder = remainder
         self._key = key
-        self.stochastic = param.dtype is not torch.float32 and rounding != "nearest"
+        self.stochastic = self.matrix.dtype is not torch.float32 and rounding != "nearest"
 
     def read(self, tile: Tile) -> Tensor:
         """fp32 (rows, cols) copy of the tile."""
@@ -45,8 +45,10 @@ class WeightMatrix:
 
     def _noise(self, tile: Tile, bits: Tensor | None) -> Tensor:
         if bits is None:
-            first, blocks = tile.left // _BLOCK, -(-tile.cols // _BLOCK)
-            drawn = random_bits(self._key, tile.top, tile.rows, first, blocks, _BLOCK, self.matrix.device)
+            block = min(128, self.matrix.shape[1])
+            first, blocks = tile.left // block, -(-tile.cols // block)
+            top = self.first_row + tile.top
+            drawn = random_bits(self._key, top, tile.rows, first, blocks, block, self.matrix.device)
             bits = drawn.view(tile.rows, -1)[:, : tile.cols]
         return high_half(bits)
 
