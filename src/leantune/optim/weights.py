@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from leantune.codec.counter_hash import high_half, random_bits
+from leantune.codec.counter_hash import bits_at, high_half, random_bits
 from leantune.codec.rounding import join_24, round_stochastic_, split_24
 from leantune.codec.tiles import Tile, matrix_shape
 
@@ -42,6 +42,17 @@ class WeightMatrix:
             part.copy_(round_stochastic_(values, part.dtype, noise))
         else:
             part.copy_(values)
+
+    def read_at(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """fp32 copy of single elements; ``rows`` and ``columns`` int64, of one shape. Without a remainder only."""
+        return self.matrix[rows, columns].float()
+
+    def write_at(self, rows: Tensor, columns: Tensor, values: Tensor) -> None:
+        """Store fp32 ``values`` (overwritten) at single elements, rounded as :meth:`write` would round them there."""
+        if self.stochastic:
+            noise = high_half(bits_at(self._key, rows, columns, _BLOCK))
+            round_stochastic_(values, self.matrix.dtype, noise)
+        self.matrix[rows, columns] = values.to(self.matrix.dtype)
 
     def _noise(self, tile: Tile, bits: Tensor | None) -> Tensor:
         if bits is None:
