@@ -4,7 +4,8 @@
 
 The model is that of first_look.py (4 layers, width 128). "scratch": Tiny Shakespeare, 100 steps of 24 x 64 characters.
 "finetune": 300 steps of AdamW on Tiny Shakespeare, then 80 steps on GSM8K's questions and answers, whose characters
-(digits above all) and manner are new; the loss is on held-out GSM8K text. The rate warms up over 10 steps and falls
+(digits above all) and manner are new; the loss is on held-out GSM8K text. "noisy": the same with 160 steps of 2 x 64
+characters, where gradients are mostly noise. The rate warms up over 10 steps and falls
 linearly to a tenth. Every variant of ``VARIANTS`` is the published step with another history; each runs at the rates of
 ``RATES`` with one seed. One row a run in results/taco_choices.csv; a run whose row exists is not repeated.
 """
@@ -24,11 +25,13 @@ from torch.nn import functional
 import leantune as lt
 
 COLUMNS = ("part", "variant", "slots", "decay", "entry", "storage", "lr", "validation_loss", "worst_rise", "seconds")
-STEPS = {"scratch": 100, "finetune": 80}
+STEPS = {"scratch": 100, "finetune": 80, "noisy": 160}
+BATCH = {"scratch": 24, "finetune": 24, "noisy": 2}
+TEXT = {"scratch": "scratch", "finetune": "finetune", "noisy": "finetune"}
 PRETRAINING = 300
 WARMUP = 10
-RATES = {"scratch": (4e-3, 8e-3, 1.6e-2, 3.2e-2), "finetune": (1e-3, 2e-3, 4e-3, 8e-3)}
-ADAM_RATES = {"scratch": (4e-3, 8e-3), "finetune": (5e-4, 1e-3, 2e-3)}
+RATES = {"scratch": (1.6e-2, 3.2e-2, 6.4e-2), "finetune": (8e-3, 1.6e-2, 3.2e-2), "noisy": (2e-3, 4e-3, 8e-3)}
+ADAM_RATES = {"scratch": (4e-3, 8e-3), "finetune": (1e-3, 2e-3, 4e-3), "noisy": (5e-4, 1e-3, 2e-3)}
 ALL = 1 << 20
 VARIANTS: dict[str, tuple[int, float, str, str]] = {
     # name: (slots a column, decay, entry, storage)
@@ -129,12 +132,14 @@ class Texts:
         self.ids = {name: torch.tensor([index[letter] for letter in text]) for name, text in raw.items()}
 
     def batch(self, part: str, generator: torch.Generator) -> Tensor:
-        train = self.ids[part][: int(0.9 * len(self.ids[part]))]
-        starts = torch.randint(0, len(train) - CONTEXT - 1, (24,), generator=generator)
+        ids = self.ids[TEXT[part]]
+        train = ids[: int(0.9 * len(ids))]
+        starts = torch.randint(0, len(train) - CONTEXT - 1, (BATCH[part],), generator=generator)
         return train[starts.unsqueeze(1) + torch.arange(CONTEXT + 1)]
 
     def validation_loss(self, part: str, model: nn.Module) -> float:
-        held_out = self.ids[part][int(0.9 * len(self.ids[part])) :]
+        ids = self.ids[TEXT[part]]
+        held_out = ids[int(0.9 * len(ids)) :]
         starts = torch.linspace(0, len(held_out) - CONTEXT - 1, 256).long()
         with torch.no_grad():
             return loss_of(model, held_out[starts.unsqueeze(1) + torch.arange(CONTEXT + 1)]).item()
@@ -164,10 +169,10 @@ def train(
 
 
 def started_model(texts: Texts, part: str, seed: int) -> CharacterModel:
-    """A fresh model, for "finetune" pretrained once and kept beside the results."""
+    """A fresh model, for the others pretrained once and kept beside the results."""
     torch.manual_seed(seed)
     model = CharacterModel(texts.vocabulary, 128)
-    if part == "finetune":
+    if part != "scratch":
         kept = Path(f"/tmp/taco_choices_{texts.vocabulary}_{seed}.pt")
         if not kept.exists():
             train(texts, "scratch", model, torch.optim.AdamW(model.parameters(), lr=4e-3), PRETRAINING, seed)
@@ -200,7 +205,10 @@ def ensure(texts: Texts, rows: ResultRows, part: str, variant: str, lr: float, s
         validation_loss=found if math.isfinite(found) else float("inf"), worst_rise=rise,
         seconds=time.perf_counter() - began,
     )  # fmt: skip
-    print(f"{part:9} {variant:30} lr {lr:.1e}  {row['validation_loss']:>8}  rise {rise:.3f}  {row['seconds']} s", flush=True)
+    print(
+        f"{part:9} {variant:30} lr {lr:.1e}  {row['validation_loss']:>8}  rise {rise:.3f}  {row['seconds']} s",
+        flush=True,
+    )
 
 
 def summary(rows: ResultRows) -> None:

@@ -84,7 +84,7 @@ def test_fused_ternary_step(length, tied, checkpointing, clip):
     close(found.peak_bytes, plan.total, 0.03)
 
 
-@pytest.mark.parametrize("rule", ["TernaryAdamW", "AdamW", "Lomo", "AdaLomo"])
+@pytest.mark.parametrize("rule", ["TernaryAdamW", "AdamW", "Lomo", "AdaLomo", "TacoOneSparse"])
 def test_every_rule_ordinary_and_its_states(rule):
     model = tiny_llama(tied=True)
     optimizer = getattr(lt, rule)(model.named_parameters(), lr=1e-3)

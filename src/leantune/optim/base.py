@@ -28,6 +28,9 @@ class LeanOptimizer(torch.optim.Optimizer):
     structural: tuple[str, ...] = ("rounding", "master_bits")
     """Group keys that decide what the state tensors are; a checkpoint must agree on them."""
 
+    least_trial_rows: int = 1
+    """Rows from which on the update of a matrix goes the way of a taller one, for those who try it on a smaller one."""
+
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         self._positions: dict[Tensor, int] = {}
         self._fused: Any = None

@@ -127,6 +127,7 @@ class TacoOneSparse(LeanOptimizer):
     """
 
     structural = ("slots",)
+    least_trial_rows = 64
 
     def __init__(
         self,
@@ -257,31 +258,26 @@ def largest_outside(grad: Tensor, rows: Tensor, occupied: Tensor) -> Tensor:
     tops = range(0, height, band)
     edges = torch.tensor([*tops, height], device=grad.device).mul_(width)
     cuts = torch.searchsorted(taken, edges).tolist()
-    sizes = torch.empty(band, width, dtype=grad.dtype, device=grad.device)
-    largest = torch.empty(len(tops), width, dtype=grad.dtype, device=grad.device)
+    sizes = torch.empty(min(band, height), width, dtype=grad.dtype, device=grad.device)
+    most = torch.full((width,), -1.0, dtype=grad.dtype, device=grad.device)
+    where = torch.zeros(width, dtype=torch.int64, device=grad.device)
     for number, top in enumerate(tops):
         part = sizes[: min(band, height - top)]
         torch.abs(grad[top : top + band], out=part)
         part.view(-1).index_fill_(0, taken[cuts[number] : cuts[number + 1]] - top * width, -1.0)
-        torch.amax(part, dim=0, out=largest[number])
-    most = largest.amax(dim=0)
-    top = _first(largest == most).mul_(band)
-    inside = top + torch.arange(band, device=grad.device).unsqueeze(1)
+        largest = part.amax(dim=0)
+        where.masked_fill_(largest > most, top)
+        torch.maximum(most, largest, out=most)
+    inside = where + torch.arange(band, device=grad.device).unsqueeze(1)
     exists = inside < height
     sizes = grad.gather(0, inside.clamp_(max=height - 1)).abs_()
     sizes.masked_fill_(~exists, -1.0)
     # A spare line takes the slots that lie in other bands.
-    line = rows - top
+    line = rows - where
     line.masked_fill_(~occupied | (line < 0) | (line >= band), band)
     sizes = torch.cat([sizes, sizes[:1]]).scatter_(0, line, -1.0)[:band]
-    return top + _first(sizes == most)
-
-
-def _first(where: Tensor) -> Tensor:
-    """The first line in which each column of a bool (lines, columns) is true."""
-    lines = where.shape[0]
-    line = torch.arange(lines, device=where.device).unsqueeze(1)
-    return torch.where(where, line, lines - 1).amin(dim=0)
+    lines = torch.arange(band, device=grad.device).unsqueeze(1)
+    return where + torch.where(sizes == most, lines, band - 1).amin(dim=0)
 
 
 def _from_momentum(grad: Tensor, momentum: Tensor, beta: float, grad_scale: float) -> tuple[Tensor, Tensor]:
