@@ -48,7 +48,11 @@ VARIANTS: dict[str, tuple[int, float, str, str]] = {
     "28 slots, .9, whole": (28, 0.9, "whole", "fp32"),
     "28 slots, .9, fp8 nearest": (28, 0.9, "beaten", "fp8 nearest"),
     "28 slots, .9, fp8 stochastic": (28, 0.9, "beaten", "fp8 stochastic"),
+    "28 slots, .9, vectors x .1": (28, 0.9, "beaten", "fp32"),
+    "28 slots, .9, vectors x 0": (28, 0.9, "beaten", "fp32"),
 }
+VECTOR_RATES = {"28 slots, .9, vectors x .1": 0.1, "28 slots, .9, vectors x 0": 0.0}
+"""What vectors move, as a share of lr, where that is not 1."""
 
 
 class Variant(torch.optim.Optimizer):
@@ -58,8 +62,11 @@ class Variant(torch.optim.Optimizer):
     exceeds the weakest; "always": at (1 - decay) g, always; "whole": at g, where (1 - decay) |g| exceeds the weakest.
     """
 
-    def __init__(self, params, lr: float, slots: int, decay: float, entry: str, storage: str) -> None:
+    def __init__(
+        self, params, lr: float, slots: int, decay: float, entry: str, storage: str, vectors: float = 1.0
+    ) -> None:
         super().__init__(params, {"lr": lr})
+        self.vectors = vectors
         self.slots, self.decay, self.entry, self.storage = slots, decay, entry, storage
 
     @torch.no_grad()
@@ -70,7 +77,7 @@ class Variant(torch.optim.Optimizer):
                 if param.dim() < 2:
                     momentum = state.setdefault("momentum", torch.zeros_like(param))
                     momentum.lerp_(param.grad, 0.1)
-                    param.sub_(momentum.sign(), alpha=group["lr"])
+                    param.sub_(momentum.sign(), alpha=group["lr"] * self.vectors)
                 else:
                     rows, sign = self._direction(param.grad, state)
                     scale = group["lr"] * param.shape[0] / param.shape[1]
@@ -193,7 +200,7 @@ def ensure(texts: Texts, rows: ResultRows, part: str, variant: str, lr: float, s
     elif variant == "TacoOneSparse":
         optimizer = lt.TacoOneSparse(model.parameters(), lr=lr)
     else:
-        optimizer = Variant(model.parameters(), lr, slots, decay, entry, storage)
+        optimizer = Variant(model.parameters(), lr, slots, decay, entry, storage, VECTOR_RATES.get(variant, 1.0))
     began = time.perf_counter()
     losses = train(texts, part, model, optimizer, STEPS[part], seed)
     found = texts.validation_loss(part, model)
@@ -205,10 +212,8 @@ def ensure(texts: Texts, rows: ResultRows, part: str, variant: str, lr: float, s
         validation_loss=found if math.isfinite(found) else float("inf"), worst_rise=rise,
         seconds=time.perf_counter() - began,
     )  # fmt: skip
-    print(
-        f"{part:9} {variant:30} lr {lr:.1e}  {row['validation_loss']:>8}  rise {rise:.3f}  {row['seconds']} s",
-        flush=True,
-    )
+    text = f"{row['validation_loss']:>8}  rise {rise:.3f}  {row['seconds']} s"
+    print(f"{part:9} {variant:30} lr {lr:.1e}  {text}", flush=True)
 
 
 def summary(rows: ResultRows) -> None:

@@ -40,7 +40,7 @@ def round_stochastic_(values: Tensor, dtype: torch.dtype, random16: Tensor) -> T
 def _round_to_grid_(
     values: Tensor, noise: Tensor, random16: Tensor, mask: int, smallest_normal: float, step: float
 ) -> None:
-    """Round to the mantissa that ``mask`` leaves; below the smallest normal number there is a fixed grid of ``step``."""
+    """Round to the mantissa that ``mask`` leaves; below the smallest normal number, to a fixed grid of ``step``."""
     small = values.abs() < smallest_normal
     on_grid = values.div(step).add_(random16.float().mul_(2.0**-16)).floor_().mul_(step)
     values.view(torch.int32).add_(noise).bitwise_and_(mask)

@@ -288,8 +288,8 @@ def _combinations(c: TrainConfig) -> list[str]:
         )
     if c.optim == "taco_one_sparse" and c.learning_rate is None:
         found.append(
-            "optim: taco_one_sparse has no learning rate that suits; give one: what one weight of a square matrix moves "
-            "in one step (docs/taco_one_sparse.md has a way to find it)"
+            "optim: taco_one_sparse has no learning rate that suits; give one: it is what one weight of each column of "
+            "a square matrix moves in a step (docs/taco_one_sparse.md says how to find it)"
         )
     if c.velora_target_modules and c.method != "full":
         found.append("velora_target_modules is for method: full in this release")
