@@ -62,12 +62,12 @@ def decoded(optimizer: LeanOptimizer, param: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("kind", GRADIENTS)
-@pytest.mark.parametrize(("shape", "slots"), [((40, 7), 3), ((33, 130), 28), ((64, 5), 1)])
-def test_equals_the_oracle_bit_for_bit(kind: str, shape: tuple[int, int], slots: int) -> None:
+@pytest.mark.parametrize(("shape", "slots", "steps"), [((40, 7), 3, 50), ((33, 5), 28, 50), ((30, 130), 1, 6)])
+def test_equals_the_oracle_bit_for_bit(kind: str, shape: tuple[int, int], slots: int, steps: int) -> None:
     param = nn.Parameter(random(shape, 99))
     optimizer = lt.TacoOneSparse([param], lr=1e-2, beta=0.8, weight_decay=0.1, slots=slots)
     oracle = Oracle(param.detach().clone(), 1e-2, 0.8, slots, 0.1)
-    for number in range(50 if shape[1] < 100 else 12):
+    for number in range(steps):
         grad = GRADIENTS[kind](shape, number)
         drive(optimizer, param, [grad])
         oracle.step(grad)
@@ -101,7 +101,7 @@ def test_tiles_of_any_size_give_the_same(
         monkeypatch.setattr(rule, "TILE_ELEMENTS", elements)
         param = nn.Parameter(random(shape, 99).to(dtype))
         optimizer = lt.TacoOneSparse([param], lr=1e-3, weight_decay=0.1)
-        drive(optimizer, param, [random(shape, number).mul(4).round() for number in range(10)])
+        drive(optimizer, param, [random(shape, number).mul(4).round() for number in range(4)])
         ends.append((param, optimizer.state[param]))
     for param, state in ends[1:]:
         assert torch.equal(param, ends[0][0])
@@ -146,9 +146,8 @@ def test_short_matrices_and_vectors_keep_momentum_and_say_so() -> None:
 def test_opt_13b_keeps_at_most_170_megabytes() -> None:
     """OPT-13B: 50,272 tokens (head tied), 2,050 positions, width 5,120, feed-forward 20,480, 40 layers."""
     width, wide = 5120, 20480
-    layer = (
-        [(width, width)] * 4 + [(wide, width), (width, wide)] + [(width,)] * 4 + [(wide,), (width,)] + [(width,)] * 4
-    )
+    matrices = [(width, width)] * 4 + [(wide, width), (width, wide)]
+    layer = [*matrices, *[(rows,) for rows, _ in matrices], *[(width,)] * 4]
     shapes = [(50_272, width), (2050, width), *layer * 40, (width,), (width,)]
     params = [nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device="meta")) for shape in shapes]
     report = lt.TacoOneSparse(params, lr=1e-3).report()
@@ -161,7 +160,7 @@ def test_o13_what_never_gets_a_gradient_does_not_move() -> None:
         param = nn.Parameter(random((48, 96), 99).to(dtype))
         before = param.detach().clone()
         optimizer = lt.TacoOneSparse([param], lr=1.0, slots=4)
-        for number in range(200):
+        for number in range(80):
             grad = random((48, 96), number)
             grad[7] = 0
             grad[:, 33] = 0
@@ -291,9 +290,8 @@ def test_where_every_row_is_remembered_none_enters_twice() -> None:
 
 
 @pytest.mark.parametrize("shape", [(4096, 4096), (200_000, 84), (84, 200_000), (64, 512, 512), (20, 800_000)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_o18_temporaries_stay_under_8_mib_at_16_million_elements(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    param = nn.Parameter(torch.zeros(shape, dtype=dtype))
+def test_o18_temporaries_stay_under_8_mib_at_16_million_elements(shape: tuple[int, ...]) -> None:
+    param = nn.Parameter(torch.zeros(shape))
     optimizer = lt.TacoOneSparse([param], lr=1e-3, weight_decay=0.1)
     param.grad = torch.full_like(param, 1e-3)
     state = optimizer.state[param]
