@@ -5,9 +5,9 @@
 The model is that of first_look.py (4 layers, width 128). "scratch": Tiny Shakespeare, 100 steps of 24 x 64 characters.
 "finetune": 300 steps of AdamW on Tiny Shakespeare, then 80 steps on GSM8K's questions and answers, whose characters
 (digits above all) and manner are new; the loss is on held-out GSM8K text. "noisy": the same with 160 steps of 2 x 64
-characters, where gradients are mostly noise. The rate warms up over 10 steps and falls
-linearly to a tenth. Every variant of ``VARIANTS`` is the published step with another history; each runs at the rates of
-``RATES`` (or ``--rates``) with one seed. One row a run in results/taco_choices.csv; a run whose row exists is not repeated.
+characters, where gradients are mostly noise. The rate warms up over 10 steps and falls linearly to a tenth. Every
+variant of ``VARIANTS`` is the published step with another history; each runs at the rates of ``RATES`` (or ``--rates``)
+with one seed. One row a run in results/taco_choices.csv; a run whose row exists is not repeated.
 """
 
 import argparse
