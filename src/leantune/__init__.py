@@ -12,6 +12,7 @@ _HOMES = {
     "TernaryAdamW": "leantune.optim.ternary_adamw",
     "Lomo": "leantune.optim.lomo",
     "AdaLomo": "leantune.optim.adalomo",
+    "TacoOneSparse": "leantune.optim.taco_one_sparse",
     "AdamW": "leantune.optim.adamw",
     "FusedBackward": "leantune.backward.fused",
     "apply_velora": "leantune.activations.velora.apply",

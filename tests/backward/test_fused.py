@@ -20,6 +20,7 @@ RULES = {
     "adamw": lambda p: lt.AdamW(p, lr=1e-3, weight_decay=0.1),
     "lomo": lambda p: lt.Lomo(p, lr=0.1, weight_decay=0.1),
     "adalomo": lambda p: lt.AdaLomo(p, lr=1e-2),
+    "taco_one_sparse": lambda p: lt.TacoOneSparse(p, lr=1e-3, weight_decay=0.1),
 }
 
 

@@ -11,7 +11,8 @@ import leantune as lt
 from leantune.errors import InvalidArgumentError
 from leantune.memory.plan import Plan, plan_run
 from leantune.memory.trace import exact_loss, full_logits_loss
-from leantune.memory.tracker import MemoryTracker
+from leantune.memory.tracker import MemoryTracker, track
+from leantune.memory.update_cost import update_cost
 
 LOSSES = {"exact": exact_loss, "full_logits": full_logits_loss}
 
@@ -84,7 +85,7 @@ def test_fused_ternary_step(length, tied, checkpointing, clip):
     close(found.peak_bytes, plan.total, 0.03)
 
 
-@pytest.mark.parametrize("rule", ["TernaryAdamW", "AdamW", "Lomo", "AdaLomo"])
+@pytest.mark.parametrize("rule", ["TernaryAdamW", "AdamW", "Lomo", "AdaLomo", "TacoOneSparse"])
 def test_every_rule_ordinary_and_its_states(rule):
     model = tiny_llama(tied=True)
     optimizer = getattr(lt, rule)(model.named_parameters(), lr=1e-3)
@@ -249,3 +250,17 @@ def test_saved_activations_are_what_autograd_saves(length):
     counted = sum(size for size, _ in saved.values())
     close(plan.saved["activations"] + plan.saved["loss"], counted, 0.01)
     del loss
+
+
+@pytest.mark.parametrize("shape", [(400, 28_672), (24, 60_000), (16, 1024, 64)])
+def test_one_sparse_updates_of_wide_matrices_are_planned_as_they_run(shape):
+    """A stand-in of a few rows would keep fp32 momentum, and plan for that."""
+    param = nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16))
+    optimizer = lt.TacoOneSparse([param], lr=1e-3)
+    planned = update_cost([optimizer])
+    param.grad = torch.full_like(param, 1e-3)
+    optimizer.step()
+    with track() as found:
+        optimizer.step()
+    close(found.peak_temporary_bytes, planned.whole_step, 0.01)
+    assert planned.state_bytes == optimizer.report().state_bytes + 8

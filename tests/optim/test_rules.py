@@ -192,8 +192,9 @@ def test_o13_a_stopped_block_pays_out_its_momentum_and_stops(rank: int) -> None:
         lambda p: lt.AdamW(p),
         lambda p: lt.Lomo(p, lr=0.1),
         lambda p: lt.AdaLomo(p),
+        lambda p: lt.TacoOneSparse(p, lr=0.1, weight_decay=0.1),
     ],
-    ids=["ternary", "ternary-2-planes-24-bits", "adamw", "lomo", "adalomo"],
+    ids=["ternary", "ternary-2-planes-24-bits", "adamw", "lomo", "adalomo", "taco_one_sparse"],
 )
 def test_o18_temporaries_stay_under_8_mib_at_64_million_elements(make) -> None:
     param = torch.nn.Parameter(torch.zeros(8192, 8192, dtype=torch.bfloat16))

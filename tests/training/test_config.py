@@ -51,6 +51,7 @@ def test_p11_g9_wrong_keys_and_values_say_what_to_write(flag: str, words: str) -
         (["--clip=none", "--max_grad_norm=1"], "would ignore it"),
         (["--optim=adamw_torch", "--fused_backward=true"], "all gradients at once"),
         (["--optim=lomo"], "give one"),
+        (["--optim=taco_one_sparse"], "give one"),
         (["--velora_target_modules=down_proj", "--gradient_checkpointing"], "saves nothing"),
         (["--bf16=true"], "autocast"),
         (["--dtype=float16", "--master_bits=24"], "master_bits is for bfloat16"),
@@ -73,6 +74,7 @@ def test_every_problem_is_told_at_once() -> None:
     [
         (["--optim=adamw", "--carry_rank=2"], "carry_rank is set, but optim: adamw does not read it"),
         (["--optim=adalomo", "--betas=0.9,0.95"], "betas is set"),
+        (["--optim=taco_one_sparse", "--lr=1e-3", "--adam_epsilon=1e-6"], "adam_epsilon is set"),
         (["--optim=adamw_torch", "--rounding=nearest"], "rounding is set"),
         (["--lora_alpha=8"], "write method: lora"),
         (["--velora_num_groups=8"], "without velora_target_modules"),
@@ -127,7 +129,8 @@ def test_p11_aliases_are_taken_with_a_note() -> None:
         True,
     )
     assert "cutoff_len is read as max_length" in config.notes
-    assert "one-sparse" in load_config(None, [*BASE, "--optim=taco"]).notes[0]
+    assert "optim: taco_one_sparse" in load_config(None, [*BASE, "--optim=taco"]).notes[0]
+    assert load_config(None, [*BASE, "--optim=taco_one_sparse", "--lr=1e-3"]).fused
 
 
 def test_flags_override_the_file_and_the_resolved_config_reads_back(tmp_path: Path) -> None:

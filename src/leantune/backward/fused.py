@@ -296,7 +296,8 @@ def _collect(optimizers: Iterable[Any], model: nn.Module | None) -> dict[Tensor,
             raise InvalidTypeError(
                 f"FusedBackward drives leantune's optimizers, not "
                 f"{type(optimizer).__module__}.{type(optimizer).__name__}: its "
-                "step() needs all gradients at once. Use lt.AdamW, lt.TernaryAdamW, lt.Lomo or lt.AdaLomo."
+                "step() needs all gradients at once. Use lt.AdamW, lt.TernaryAdamW, "
+                "lt.TacoOneSparse, lt.Lomo or lt.AdaLomo."
             )
         if optimizer._fused is not None:
             raise InvalidArgumentError("this optimizer already has a FusedBackward; call remove() on it first.")

@@ -42,6 +42,21 @@ def random_bits(
     return _mix32_(bits)
 
 
+def bits_at(key: int, rows: Tensor, columns: Tensor, size: int) -> Tensor:
+    """int32 bits of single elements: what :func:`random_bits` draws at these global ``rows`` and ``columns``.
+
+    ``rows``, ``columns``: int64, of one shape. ``size``: elements of a block.
+
+    >>> whole = random_bits(7, 0, 3, 0, 2, 4, torch.device("cpu")).view(3, 8)
+    >>> bool(bits_at(7, torch.tensor([2, 1]), torch.tensor([0, 6]), 4).eq(whole[[2, 1], [0, 6]]).all())
+    True
+    """
+    block = torch.div(columns, size, rounding_mode="floor")
+    keys = _splitmix64(_splitmix64(rows ^ _signed64(key)) ^ block)
+    index = (columns - block * size) * _GOLDEN32
+    return _mix32_(keys.to(torch.int32) ^ index.to(torch.int32))
+
+
 def low_fraction(bits: Tensor) -> Tensor:
     """The low 16 bits as fp32 in [0, 1), a multiple of 2^-16."""
     return bits.bitwise_and(0xFFFF).float().mul_(2.0**-16)

@@ -12,28 +12,39 @@ _BF16_MASK = -65536  # 0xFFFF0000 as int32
 _FP16_MASK = -8192  # 0xFFFFE000 as int32
 _FP16_SMALLEST_NORMAL = 2.0**-14
 _FP16_STEP = 2.0**-24
+_FP8_MASK = -1048576  # 0xFFF00000 as int32
+_FP8_SMALLEST_NORMAL = 2.0**-6
+_FP8_STEP = 2.0**-9
 
 
 def round_stochastic_(values: Tensor, dtype: torch.dtype, random16: Tensor) -> Tensor:
-    """Round fp32 ``values`` in place to numbers that ``dtype`` (bfloat16 or float16) holds exactly; returns them.
+    """Round fp32 ``values`` in place to numbers that ``dtype`` (bfloat16, float16 or float8_e4m3fn) holds exactly.
 
-    ``random16``: int32 in [0, 65536), one an element, same shape. The result is exact in ``dtype``: copying it loses
-    nothing. Infinities and NaN stay what they are; a value beyond the largest finite number rounds to it or to
-    infinity.
+    ``random16``: int32 in [0, 65536), one an element, same shape. Returns ``values``, which are exact in ``dtype``:
+    copying them loses nothing. Infinities and NaN stay what they are; a value beyond the largest finite number rounds
+    to it or to infinity. float8_e4m3fn has no infinity: its values must lie within +-448.
     """
     pattern = values.view(torch.int32)
     if dtype is torch.bfloat16:
         # The noise cannot leave the 16 dropped bits of an infinity, and NaN stays NaN.
         pattern.add_(random16).bitwise_and_(_BF16_MASK)
     elif dtype is torch.float16:
-        small = values.abs() < _FP16_SMALLEST_NORMAL
-        # Below the smallest normal number float16 has a fixed grid of 2^-24.
-        on_grid = values.div(_FP16_STEP).add_(random16.float().mul_(2.0**-16)).floor_().mul_(_FP16_STEP)
-        pattern.add_(random16 >> 3).bitwise_and_(_FP16_MASK)
-        values.copy_(torch.where(small, on_grid, values))
+        _round_to_grid_(values, random16 >> 3, random16, _FP16_MASK, _FP16_SMALLEST_NORMAL, _FP16_STEP)
+    elif dtype is torch.float8_e4m3fn:
+        _round_to_grid_(values, random16 << 4, random16, _FP8_MASK, _FP8_SMALLEST_NORMAL, _FP8_STEP)
     else:
-        raise TypeError(f"stochastic rounding is for bfloat16 and float16 weights, not {dtype}")
+        raise TypeError(f"stochastic rounding is for bfloat16, float16 and float8_e4m3fn, not {dtype}")
     return values
+
+
+def _round_to_grid_(
+    values: Tensor, noise: Tensor, random16: Tensor, mask: int, smallest_normal: float, step: float
+) -> None:
+    """Round to the mantissa that ``mask`` leaves; below the smallest normal number, to a fixed grid of ``step``."""
+    small = values.abs() < smallest_normal
+    on_grid = values.div(step).add_(random16.float().mul_(2.0**-16)).floor_().mul_(step)
+    values.view(torch.int32).add_(noise).bitwise_and_(mask)
+    values.copy_(torch.where(small, on_grid, values))
 
 
 def split_24(values: Tensor, random16: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -119,6 +119,8 @@ class _Trial:
             return self._step(shape, parameter, group)[0]
         row = parameter.numel() // shape[0]
         small = max(1, TRIAL_ELEMENTS // row)
+        if parameter.ndim != 3:  # the first dimension of three may count matrices
+            small = max(small, getattr(self.optimizer, "least_trial_rows", 1))
         large = 2 * small
         if large >= shape[0]:
             return self._step(shape, parameter, group)[0]

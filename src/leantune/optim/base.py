@@ -29,6 +29,12 @@ class LeanOptimizer(torch.optim.Optimizer):
     structural: tuple[str, ...] = ("rounding", "master_bits")
     """Group keys that decide what the state tensors are; a checkpoint must agree on them."""
 
+    shardable: bool = True
+    """Whether a parameter may be a DTensor sharded by rows."""
+
+    least_trial_rows: int = 1
+    """Rows from which on the update of a matrix goes the way of a taller one, for those who try it on a smaller one."""
+
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         self._positions: dict[Tensor, int] = {}
         self._fused: Any = None
@@ -177,6 +183,11 @@ class LeanOptimizer(torch.optim.Optimizer):
         for place, item in enumerate(params):
             name, param = item if isinstance(item, tuple) else (f"parameter {place}", item)
             _check_parameter(name, param, type(self).__name__)
+            if is_sharded(param) and not self.shardable:
+                raise InvalidTypeError(
+                    f"{name} is a DTensor, and {type(self).__name__} looks at whole columns: it trains unsharded "
+                    "parameters alone in this release. Use TernaryAdamW, AdamW, AdaLomo or Lomo."
+                )
             if param.dtype is torch.float16 and {**self.defaults, **param_group}.get("master_bits") is not None:
                 raise InvalidArgumentError(
                     f"{name} is float16, and master_bits=24 is the 8-bit remainder of bfloat16 weights; it would be "

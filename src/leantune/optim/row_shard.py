@@ -15,12 +15,18 @@ from leantune.errors import InvalidTypeError
 @dataclass(frozen=True)
 class RowShard:
     """``matrix``: the (rows, cols) of this process, a view of the parameter's memory. ``first_row``: index of its first
-    row in the whole parameter, ``all_rows``: rows of the whole. ``groups``: process groups over which the rest lies."""
+    row in the whole parameter, ``all_rows``: rows of the whole, ``shape``: the whole parameter's. ``groups``: process
+    groups over which the rest lies."""
 
     matrix: Tensor
     first_row: int
     all_rows: int
+    shape: tuple[int, ...]
     groups: Sequence[Any] = ()
+
+    def viewed(self, shape: tuple[int, int]) -> "RowShard":
+        """The same memory as another matrix; for a parameter that is wholly here."""
+        return RowShard(self.matrix.view(shape), 0, shape[0], self.shape)
 
     def total(self, part: Tensor) -> Tensor:
         """The sum of ``part`` over the processes that hold the other rows, the same bits on each; ``part`` itself where
@@ -38,7 +44,7 @@ def row_shard(param: Any) -> RowShard:
     """
     if not is_sharded(param):
         matrix = param.detach().view(matrix_shape(param.shape))
-        return RowShard(matrix, 0, matrix.shape[0])
+        return RowShard(matrix, 0, matrix.shape[0], tuple(param.shape))
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     mesh, groups = param.device_mesh, []
@@ -54,7 +60,8 @@ def row_shard(param: Any) -> RowShard:
     _, offset = compute_local_shape_and_global_offset(param.shape, mesh, param.placements)
     rows, cols = matrix_shape(param.shape)
     part = local(param).detach()
-    return RowShard(part.view(part.numel() // max(cols, 1), cols), offset[0] if offset else 0, rows, groups)
+    matrix = part.view(part.numel() // max(cols, 1), cols)
+    return RowShard(matrix, offset[0] if offset else 0, rows, tuple(param.shape), groups)
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from leantune.codec.counter_hash import high_half, random_bits
+from leantune.codec.counter_hash import bits_at, high_half, random_bits
 from leantune.codec.rounding import join_24, round_stochastic_, split_24
 from leantune.codec.tiles import Tile, matrix_shape
 from leantune.optim.row_shard import RowShard
@@ -21,6 +21,7 @@ class WeightMatrix:
         self.first_row = shard.first_row
         self._remainder = remainder
         self._key = key
+        self._block = min(128, self.matrix.shape[1])  # elements that share a key of random bits
         self.stochastic = self.matrix.dtype is not torch.float32 and rounding != "nearest"
 
     def read(self, tile: Tile) -> Tensor:
@@ -43,12 +44,22 @@ class WeightMatrix:
         else:
             part.copy_(values)
 
+    def read_at(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """fp32 copy of single elements; ``rows`` and ``columns`` int64, of one shape. Without a remainder only."""
+        return self.matrix[rows, columns].float()
+
+    def write_at(self, rows: Tensor, columns: Tensor, values: Tensor) -> None:
+        """Store fp32 ``values`` (overwritten) at single elements, rounded as :meth:`write` would round them there."""
+        if self.stochastic:
+            noise = high_half(bits_at(self._key, self.first_row + rows, columns, self._block))
+            round_stochastic_(values, self.matrix.dtype, noise)
+        self.matrix[rows, columns] = values.to(self.matrix.dtype)
+
     def _noise(self, tile: Tile, bits: Tensor | None) -> Tensor:
         if bits is None:
-            block = min(128, self.matrix.shape[1])
-            first, blocks = tile.left // block, -(-tile.cols // block)
+            first, blocks = tile.left // self._block, -(-tile.cols // self._block)
             top = self.first_row + tile.top
-            drawn = random_bits(self._key, top, tile.rows, first, blocks, block, self.matrix.device)
+            drawn = random_bits(self._key, top, tile.rows, first, blocks, self._block, self.matrix.device)
             bits = drawn.view(tile.rows, -1)[:, : tile.cols]
         return high_half(bits)
 

@@ -12,7 +12,7 @@ from leantune.errors import ConfigError, InvalidArgumentError
 from leantune.memory.sizes import parse_size
 from leantune.training.config_keys import ALIASES, FOREIGN_OPTIMIZER_KEYS, REFUSED, convert, passed_through, suggestion
 
-OUR_OPTIMIZERS = ("ternary_adamw", "adamw", "lomo", "adalomo")
+OUR_OPTIMIZERS = ("ternary_adamw", "adamw", "lomo", "adalomo", "taco_one_sparse")
 _LEARNING_RATES = {("full", "ternary_adamw"): 5e-5, ("full", "adamw"): 5e-5, ("full", "adalomo"): 5e-4}
 _LORA_RATE = 2e-4
 
@@ -41,9 +41,9 @@ class TrainConfig:
     method: str = "full"
     """full or lora."""
     optim: str = "ternary_adamw"
-    """ternary_adamw, adamw, lomo, adalomo, or any name transformers knows (adamw_torch...)."""
+    """ternary_adamw, adamw, lomo, adalomo, taco_one_sparse, or any name transformers knows (adamw_torch...)."""
     learning_rate: float | None = None
-    """None: 5e-5 full (AdaLomo 5e-4), 2e-4 LoRA; Lomo must be given one."""
+    """None: 5e-5 full (AdaLomo 5e-4), 2e-4 LoRA; lomo and taco_one_sparse must be given one."""
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     adam_epsilon: float = 1e-8
@@ -160,8 +160,8 @@ def build_config(
     if kept.get("optim") == "taco":
         kept["optim"] = "ternary_adamw"
         notes.append(
-            "optim: taco means the ternary states (ternary_adamw); the published one-sparse TACO is another optimizer, "
-            "not in this release"
+            "optim: taco means the ternary states (ternary_adamw); the published one-sparse TACO is another optimizer: "
+            "write optim: taco_one_sparse for it"
         )
     # A value that could not be read counts as not set here, so that the other problems are told too.
     config = TrainConfig(**kept, extra=extra, notes=tuple(notes))
@@ -285,6 +285,11 @@ def _combinations(c: TrainConfig) -> list[str]:
     if c.optim == "lomo" and c.learning_rate is None:
         found.append(
             "optim: lomo has no learning rate that suits; give one (its paper: 3e-2 to 5e-2 with clip: global)"
+        )
+    if c.optim == "taco_one_sparse" and c.learning_rate is None:
+        found.append(
+            "optim: taco_one_sparse has no learning rate that suits; give one: it is what one weight of each column of "
+            "a square matrix moves in a step (docs/taco_one_sparse.md says how to find it)"
         )
     if c.velora_target_modules and c.method != "full":
         found.append("velora_target_modules is for method: full in this release")

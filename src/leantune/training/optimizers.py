@@ -21,6 +21,8 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> LeanOptimizer:
         return lt.Lomo(groups, **shared)
     if config.optim == "adalomo":
         return lt.AdaLomo(groups, **shared)
+    if config.optim == "taco_one_sparse":
+        return lt.TacoOneSparse(groups, **shared)
     if config.optim == "adamw":
         return lt.AdamW(groups, **shared, **moments)
     ternary = {key: getattr(config, key) for key in ("carry_rank", "momentum_planes", "block_size")}
