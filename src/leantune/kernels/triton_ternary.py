@@ -1,0 +1,438 @@
+"""One step of a ternary parameter as Triton kernels, and the two halves of its carry's power iteration.
+
+The decisions (what is rounded, when, from which stored value) are those of leantune/codec and
+leantune/optim/ternary_adamw.py, which say why. leantune/kernels/gpu.py launches what is here.
+
+A program of `step_kernel` has ``ROWS`` rows of one group: five blocks of ``BLOCK`` columns, whose trits share bytes. It
+goes through the group a block at a time, as a tile (ROWS, BLOCK), and reads and writes everything once. Inside a
+program a group's trits are always "by block": digit b of number j is the trit of element j of block b. That is how a
+full group is stored; the last, partial group of a row is converted at both ends.
+"""
+
+import triton
+import triton.language as tl
+
+GROUP = tl.constexpr(5)
+_OCTAVE = tl.constexpr(8388608.0)
+_FLOOR = tl.constexpr(2.0**-10)
+_TINY = tl.constexpr(2.0**-126)
+_TINY_BITS = tl.constexpr(0x00800000)
+_EMPTY = tl.constexpr(2.0**-124)
+_LARGEST_LEVEL = tl.constexpr((0x7F7F0000 - 8 * (1 << 23)) >> 16)
+_LEAST_RAISE = tl.constexpr(8)
+_FIRST_STEP = tl.constexpr(1.22)
+_THRESHOLD = tl.constexpr(0.612)
+RUNTIME = ("rows", "cols", "grad_row", "grad_column", "bytes_per_row", "blocks_per_row", "key")
+"""Arguments whose value must not make another compiled kernel. ``cols`` and ``grad_row`` are in units of 16 elements
+where ``ALIGNED``."""
+
+
+# -- numbers as bits ------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _bf16_bits(value):
+    """The bfloat16 nearest to a finite fp32, as the low 16 bits of an int32."""
+    bits = value.to(tl.uint32, bitcast=True)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int32)
+
+
+@triton.jit
+def _of_bf16_bits(bits):
+    """fp32 from the low 16 bits of an int32."""
+    return (bits << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _as_bf16(bits):
+    return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _splitmix64(value):
+    value = value + 0x9E3779B97F4A7C15
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB
+    return value ^ (value >> 31)
+
+
+@triton.jit
+def _random_bits(row_key, block, element):
+    """uint32 (rows, BLOCK): bits of the elements of this block; ``row_key`` (rows,) is splitmix64(row ^ key)."""
+    seed = _splitmix64(row_key ^ block.to(tl.uint64)).to(tl.uint32)
+    bits = seed[:, None] ^ (element.to(tl.uint32) * 0x9E3779B9)[None, :]
+    bits = (bits ^ (bits >> 16)) * 0x7FEB352D
+    bits = (bits ^ (bits >> 15)) * 0x846CA68B
+    return bits ^ (bits >> 16)
+
+
+# -- trits ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _digit_of(packed, digit):
+    """Digit number ``digit`` (0 to 4) of a byte below 243: floor(b / 3^k) - 3 floor(b / 3^(k + 1)), by products that
+    are exact in that range."""
+    over = tl.where(digit == 0, 65536, tl.where(digit == 1, 21846, 7282))
+    over = tl.where(digit == 3, 2428, tl.where(digit == 4, 810, over))
+    next_over = tl.where(digit == 0, 21846, tl.where(digit == 1, 7282, 2428))
+    next_over = tl.where(digit == 3, 810, tl.where(digit == 4, 0, next_over))
+    return ((packed * over) >> 16) - 3 * ((packed * next_over) >> 16)
+
+
+@triton.jit
+def _power_of_3(digit):
+    small = tl.where(digit == 0, 1, tl.where(digit == 1, 3, 9))
+    return tl.where(digit == 3, 27, tl.where(digit == 4, 81, small))
+
+
+@triton.jit
+def _stored_digits(trits, at, element, width, present):
+    """int32 digits (0, 1, 2; 1 where absent) of ``element`` (BLOCK,) of a group whose bytes start at ``at`` (rows,) and
+    that packs ``width`` bytes."""
+    digit = (element >= width).to(tl.int32) + (element >= 2 * width).to(tl.int32)
+    digit += (element >= 3 * width).to(tl.int32) + (element >= 4 * width).to(tl.int32)
+    byte = element - digit * width
+    packed = tl.load(trits + at[:, None] + byte[None, :], mask=present, other=121).to(tl.int32)
+    return _digit_of(packed, digit[None, :])
+
+
+@triton.jit
+def _load_by_block(trits, at, row_ok, count, width, BLOCK: tl.constexpr):
+    """The trits of a group of ``count`` elements "by block", int32 (rows, BLOCK)."""
+    j = tl.arange(0, BLOCK)
+    packed = tl.zeros((at.shape[0], BLOCK), dtype=tl.int32)
+    if width == BLOCK:
+        whole = row_ok[:, None] & (j < BLOCK)[None, :]
+        packed += tl.load(trits + at[:, None] + j[None, :], mask=whole, other=121).to(tl.int32)
+    else:
+        for block in tl.static_range(5):
+            element = j + block * BLOCK
+            present = row_ok[:, None] & (element < count)[None, :]
+            packed += _stored_digits(trits, at, element, width, present) * 3**block
+    return packed
+
+
+@triton.jit
+def _store_by_block(trits, at, row_ok, packed, width, BLOCK: tl.constexpr):
+    """Write trits "by block" (absent ones digit 0) as the group's bytes."""
+    j = tl.arange(0, BLOCK)
+    if width != BLOCK:
+        stored = tl.zeros_like(packed)
+        for digit in tl.static_range(5):
+            element = j + digit * width
+            block = element // BLOCK
+            # Elements past the fifth block belong to no byte that is stored: any index within bounds will do.
+            index = tl.broadcast_to((element % BLOCK)[None, :], packed.shape)
+            stored += _digit_of(tl.gather(packed, index, 1), block[None, :]) * 3**digit
+        packed = stored
+    mask = row_ok[:, None] & (j < width)[None, :]
+    tl.store(trits + at[:, None] + j[None, :], packed.to(tl.uint8), mask=mask)
+
+
+# -- the rule -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _carried(row_factors, column_factors, row, row_ok, column, column_ok, cols, RANK: tl.constexpr):
+    """C = U V^T of a tile: U bf16 (rows, RANK), V^T bf16 (RANK, cols)."""
+    total = tl.zeros((row.shape[0], column.shape[0]), dtype=tl.float32)
+    for k in tl.static_range(RANK):
+        mine = tl.load(row_factors + row * RANK + k, mask=row_ok, other=0.0).to(tl.float32)
+        across = tl.load(column_factors + k * cols + column, mask=column_ok, other=0.0).to(tl.float32)
+        total += mine[:, None] * across[None, :]
+    return total
+
+
+@triton.jit
+def _variance(digits, level, step):
+    """v = L^-1(l + d x) from digits of x and the stored bf16 level and step (rows,)."""
+    centre = level.to(tl.float32).to(tl.int32, bitcast=True)
+    octaves = (step.to(tl.float32) * _OCTAVE).to(tl.int32)
+    pattern = (digits - 1) * octaves[:, None] + centre[:, None]
+    return tl.maximum(pattern, _TINY_BITS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _rule(grad, momentum, variance, beta2, rest2, bias, rest1, eps):
+    """(u, v) from g, u_prev and v_prev."""
+    variance = variance * beta2 + rest2 * grad * grad
+    normalised = grad / (tl.sqrt(variance * bias) + eps)
+    return momentum + rest1 * (normalised - momentum), variance
+
+
+@triton.jit
+def _momentum_of_block(
+    grad, momentum_trits, momentum_scale, momentum_trits_2, momentum_scale_2, variance_trits, variance_level,
+    variance_step, carry_rows, carry_columns, row, row_ok, block, cols, grad_row, grad_column, bytes_per_row,
+    blocks_per_row, rest1, beta2, rest2, bias, eps, grad_scale,
+    BLOCK: tl.constexpr, PLANES: tl.constexpr, RANK: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """u of one block of these rows, fp32 (rows, BLOCK), zeros where absent: what the power iteration looks at."""
+    group = block // GROUP
+    left = group * GROUP * BLOCK
+    width = tl.minimum((cols - left + GROUP - 1) // GROUP, BLOCK)
+    element = (block - group * GROUP) * BLOCK + tl.arange(0, BLOCK)
+    column = left + element
+    column_ok = column < cols
+    present = row_ok[:, None] & column_ok[None, :]
+    at = row * bytes_per_row + group * BLOCK
+    scalar = row * blocks_per_row + block
+    g = _gradient(grad, row, column, present, grad_row, grad_column, grad_scale, UNIT)
+    u = _carried(carry_rows, carry_columns, row, row_ok, column, column_ok, cols, RANK)
+    scale = tl.load(momentum_scale + scalar, mask=row_ok, other=0.0).to(tl.float32)
+    u += scale[:, None] * (_stored_digits(momentum_trits, at, element, width, present) - 1).to(tl.float32)
+    if PLANES == 2:
+        scale = tl.load(momentum_scale_2 + scalar, mask=row_ok, other=0.0).to(tl.float32)
+        u += scale[:, None] * (_stored_digits(momentum_trits_2, at, element, width, present) - 1).to(tl.float32)
+    level = tl.load(variance_level + scalar, mask=row_ok, other=0.0)
+    step = tl.load(variance_step + scalar, mask=row_ok, other=0.0)
+    v = _variance(_stored_digits(variance_trits, at, element, width, present), level, step)
+    u, v = _rule(g, u, v, beta2, rest2, bias, rest1, eps)
+    return u
+
+
+@triton.jit
+def _gradient(grad, row, column, present, grad_row, grad_column, grad_scale, UNIT: tl.constexpr):
+    """fp32 tile of the gradient, times ``grad_scale``; UNIT: neighbours of a row are neighbours in memory."""
+    if UNIT:
+        offset = (row * grad_row)[:, None] + column[None, :]
+    else:
+        offset = (row * grad_row)[:, None] + (column * grad_column)[None, :]
+    return tl.load(grad + offset, mask=present, other=0.0).to(tl.float32) * grad_scale
+
+
+# -- storing what a block became ------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _encode_variance(v, digits, previous_step, bits, count, present):
+    """(digits of x, level bits, step bits) of one block from v (0 where absent), its previous digits and step, random
+    bits, and the number of its elements. Offsets are taken from L(mean v): at most a few octaves."""
+    total = tl.sum(v, axis=1)
+    mean = total / count
+    empty = mean <= _EMPTY
+    floored = tl.maximum(v, tl.maximum(mean * _FLOOR, _TINY)[:, None])
+    base = mean.to(tl.int32, bitcast=True)
+    offset = (floored.to(tl.int32, bitcast=True) - base[:, None]).to(tl.float32) * (1.0 / _OCTAVE)
+    offset = tl.where(present, offset, 0.0)
+    middle = tl.sum(offset, axis=1) / count
+    upper = (base + (middle * _OCTAVE).to(tl.int32) + (1 << 15)) >> 16
+    upper = tl.minimum(upper, _LARGEST_LEVEL)
+    spread = tl.sqrt(tl.maximum(tl.sum(offset * offset, axis=1) / count - middle * middle, 0.0))
+    # The sums of x and of x^2 at once: x is -1, 0 or 1 and a block far under 2^12 elements.
+    x = tl.where(present, digits - 1, 0)
+    both = tl.sum(x + x * x * 4096, axis=1)
+    squares = (both + 2048) >> 12
+    old_mean = (both - squares * 4096).to(tl.float32) / count
+    old = tl.sqrt(tl.maximum(squares.to(tl.float32) / count - old_mean * old_mean, 0.0))
+    followed = tl.where(old > 0.0, spread / tl.where(old > 0.0, old, 1.0), previous_step)
+    step = tl.where(previous_step == 0.0, spread * _FIRST_STEP, followed)
+    step_bits = tl.where(empty, 0, _bf16_bits(tl.minimum(tl.maximum(step, 0.05), 8.0)))
+    step = _of_bf16_bits(step_bits)
+    inverse = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, step))
+    shift = ((upper << 16) - base).to(tl.float32) * (1.0 / _OCTAVE)
+    position = tl.minimum(tl.maximum((offset - shift[:, None]) * inverse[:, None], -1.0), 1.0)
+    uniform = (bits & 0xFFFF).to(tl.int32).to(tl.float32) * (1.0 / 65536)
+    # position + 1 + uniform lies in [0, 3): truncation is floor.
+    new_digits = ((position + uniform) + 1.0).to(tl.int32)
+    reach = tl.maximum((upper << 16) + (step * _OCTAVE).to(tl.int32), _TINY_BITS).to(tl.float32, bitcast=True)
+    kept = tl.sum(tl.minimum(v, reach[:, None]), axis=1)
+    missing = (total.to(tl.int32, bitcast=True) - kept.to(tl.int32, bitcast=True) + (1 << 15)) >> 16
+    missing = tl.where(missing < _LEAST_RAISE, 0, missing)
+    level_bits = tl.where(empty, 0, tl.minimum(upper + missing, _LARGEST_LEVEL))
+    return tl.where(present, new_digits, 0), level_bits, step_bits
+
+
+@triton.jit
+def _encode_momentum(residual, count, present):
+    """(digits of q, scale bits, s q) of one block; ``residual`` is 0 where absent."""
+    magnitude = tl.abs(residual)
+    threshold = tl.sqrt(tl.sum(residual * residual, axis=1) / count) * _THRESHOLD
+    chosen = magnitude > threshold[:, None]
+    number = tl.sum(chosen.to(tl.float32), axis=1)
+    scale_bits = _bf16_bits(tl.sum(tl.where(chosen, magnitude, 0.0), axis=1) / tl.maximum(number, 1.0))
+    scale = _of_bf16_bits(scale_bits)[:, None]
+    part = tl.where(chosen, tl.where(residual > 0.0, scale, -scale), 0.0)
+    digits = tl.where(chosen, tl.where(residual > 0.0, 2, 0), 1)
+    return tl.where(present, digits, 0), scale_bits, part
+
+
+@triton.jit
+def _move(
+    weight, remainder, offset, present, step, bits, decay, lr, STOCHASTIC: tl.constexpr, REMAINDER: tl.constexpr
+):
+    """w <- w decay - lr step, rounded into the weight's own format."""
+    stored = tl.load(weight + offset, mask=present, other=0.0).to(tl.float32)
+    if REMAINDER:
+        low = tl.load(remainder + offset, mask=present, other=0).to(tl.int32) << 8
+        stored = (stored.to(tl.int32, bitcast=True) + low).to(tl.float32, bitcast=True)
+    moved = stored * decay - lr * step
+    pattern = moved.to(tl.uint32, bitcast=True)
+    if REMAINDER:
+        noise = ((bits >> 16) & 0xFF) if STOCHASTIC else 128
+        units = (pattern + noise).to(tl.int32, bitcast=True) >> 8
+        high = (units + 128) >> 8
+        tl.store(weight + offset, _as_bf16(high), mask=present)
+        tl.store(remainder + offset, (units - high * 256).to(tl.int8), mask=present)
+    elif weight.dtype.element_ty == tl.float32:
+        tl.store(weight + offset, moved, mask=present)
+    elif STOCHASTIC:
+        tl.store(weight + offset, _as_bf16((pattern + (bits >> 16)) >> 16), mask=present)
+    else:
+        tl.store(weight + offset, _as_bf16(_bf16_bits(moved)), mask=present)
+
+
+# -- kernels --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def step_kernel(
+    grad, weight, remainder, momentum_trits, momentum_scale, momentum_trits_2, momentum_scale_2, variance_trits,
+    variance_level, variance_step, carry_rows, carry_columns, new_rows, new_columns,
+    rows: tl.int64, cols: tl.int64, grad_row: tl.int64, grad_column: tl.int64, bytes_per_row: tl.int64,
+    blocks_per_row: tl.int64, key: tl.int64, lr, decay, beta1, rest1, release, beta2, rest2, bias, eps, grad_scale,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, PLANES: tl.constexpr, RANK: tl.constexpr, UNIT: tl.constexpr,
+    ALIGNED: tl.constexpr, STOCHASTIC: tl.constexpr, REMAINDER: tl.constexpr,
+):  # fmt: skip
+    """Decode, rule, encode, move the weights. Programs: groups of a row first, then rows, ROWS at a time."""
+    if ALIGNED:
+        cols *= 16
+        grad_row *= 16
+    groups = (blocks_per_row + GROUP - 1) // GROUP
+    program = tl.program_id(0).to(tl.int64)
+    group = program % groups
+    row = (program // groups) * ROWS + tl.arange(0, ROWS)
+    row_ok = row < rows
+    row_key = _splitmix64(row.to(tl.uint64) ^ key.to(tl.uint64))
+    j = tl.arange(0, BLOCK)
+    left = group * GROUP * BLOCK
+    rest = tl.minimum(cols - left, GROUP * BLOCK).to(tl.int32)
+    width = (rest + GROUP - 1) // GROUP
+    at = row * bytes_per_row + group * BLOCK
+    x_from = _load_by_block(variance_trits, at, row_ok, rest, width, BLOCK)
+    q_from = _load_by_block(momentum_trits, at, row_ok, rest, width, BLOCK)
+    x_to = tl.zeros_like(x_from)
+    q_to = tl.zeros_like(x_from)
+    if PLANES == 2:
+        q2_from = _load_by_block(momentum_trits_2, at, row_ok, rest, width, BLOCK)
+        q2_to = tl.zeros_like(x_from)
+    for b in tl.static_range(5):
+        block = group * GROUP + b
+        column = left + b * BLOCK + j
+        column_ok = column < cols
+        present = row_ok[:, None] & column_ok[None, :]
+        count = tl.minimum(tl.maximum(rest - b * BLOCK, 1), BLOCK).to(tl.float32)
+        scalar = row * blocks_per_row + block
+        scalar_ok = row < tl.where(block < blocks_per_row, rows, 0)
+        # (b * 171) >> 9 is b / 3, exact below 256.
+        x_next = (x_from * 171) >> 9
+        x = x_from - 3 * x_next
+        x_from = x_next
+        q_next = (q_from * 171) >> 9
+        q = (q_from - 3 * q_next - 1).to(tl.float32)
+        q_from = q_next
+        u = _carried(carry_rows, carry_columns, row, row_ok, column, column_ok, cols, RANK)
+        u += tl.load(momentum_scale + scalar, mask=scalar_ok, other=0.0).to(tl.float32)[:, None] * q
+        if PLANES == 2:
+            q_next = (q2_from * 171) >> 9
+            q = (q2_from - 3 * q_next - 1).to(tl.float32)
+            q2_from = q_next
+            u += tl.load(momentum_scale_2 + scalar, mask=scalar_ok, other=0.0).to(tl.float32)[:, None] * q
+        old_step = tl.load(variance_step + scalar, mask=scalar_ok, other=0.0)
+        v = _variance(x, tl.load(variance_level + scalar, mask=scalar_ok, other=0.0), old_step)
+        g = _gradient(grad, row, column, present, grad_row, grad_column, grad_scale, UNIT)
+        u, v = _rule(g, u, v, beta2, rest2, bias, rest1, eps)
+        u = tl.where(present, u, 0.0)
+        v = tl.where(present, v, 0.0)
+        bits = _random_bits(row_key, block, j)
+        x, level_bits, step_bits = _encode_variance(v, x, old_step.to(tl.float32), bits, count, present)
+        x_to += x * 3**b
+        tl.store(variance_level + scalar, _as_bf16(level_bits), mask=scalar_ok)
+        tl.store(variance_step + scalar, _as_bf16(step_bits), mask=scalar_ok)
+        decoded = _carried(new_rows, new_columns, row, row_ok, column, column_ok, cols, RANK)
+        digits, scale_bits, part = _encode_momentum(u - decoded, count, present)
+        q_to += digits * 3**b
+        tl.store(momentum_scale + scalar, _as_bf16(scale_bits), mask=scalar_ok)
+        decoded += part
+        if PLANES == 2:
+            digits, scale_bits, part = _encode_momentum(u - decoded, count, present)
+            q2_to += digits * 3**b
+            tl.store(momentum_scale_2 + scalar, _as_bf16(scale_bits), mask=scalar_ok)
+            decoded += part
+        offset = (row * cols)[:, None] + column[None, :]
+        step = (u - beta1 * decoded) * release
+        _move(weight, remainder, offset, present, step, bits, decay, lr, STOCHASTIC, REMAINDER)
+    _store_by_block(variance_trits, at, row_ok, x_to, width, BLOCK)
+    _store_by_block(momentum_trits, at, row_ok, q_to, width, BLOCK)
+    if PLANES == 2:
+        _store_by_block(momentum_trits_2, at, row_ok, q2_to, width, BLOCK)
+
+
+@triton.jit(do_not_specialize=(*RUNTIME, "blocks_each"))
+def product_kernel(
+    product, basis, grad, momentum_trits, momentum_scale, momentum_trits_2, momentum_scale_2, variance_trits,
+    variance_level, variance_step, carry_rows, carry_columns,
+    rows: tl.int64, cols: tl.int64, grad_row: tl.int64, grad_column: tl.int64, bytes_per_row: tl.int64,
+    blocks_per_row: tl.int64, blocks_each: tl.int64, rest1, beta2, rest2, bias, eps, grad_scale,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, PLANES: tl.constexpr, RANK: tl.constexpr, UNIT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """W = u V, summed over the ``blocks_each`` blocks of this program: product, fp32 (splits, rows, RANK). ``basis``: V,
+    fp32 (cols, RANK)."""
+    if ALIGNED:
+        cols *= 16
+        grad_row *= 16
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row_ok = row < rows
+    split = tl.program_id(1).to(tl.int64)
+    rank = tl.arange(0, 16)
+    total = tl.zeros((ROWS, 16), dtype=tl.float32)
+    first = split * blocks_each
+    for block in range(first, tl.minimum(first + blocks_each, blocks_per_row)):
+        u = _momentum_of_block(
+            grad, momentum_trits, momentum_scale, momentum_trits_2, momentum_scale_2, variance_trits, variance_level,
+            variance_step, carry_rows, carry_columns, row, row_ok, block, cols, grad_row, grad_column, bytes_per_row,
+            blocks_per_row, rest1, beta2, rest2, bias, eps, grad_scale, BLOCK, PLANES, RANK, UNIT,
+        )  # fmt: skip
+        column = block * BLOCK + tl.arange(0, BLOCK)
+        mask = (column < cols)[:, None] & (rank < RANK)[None, :]
+        directions = tl.load(basis + column[:, None] * RANK + rank[None, :], mask=mask, other=0.0)
+        total = tl.dot(u, directions, total, input_precision="tf32x3")
+    place = (split * rows + row)[:, None] * RANK + rank[None, :]
+    tl.store(product + place, total, mask=row_ok[:, None] & (rank < RANK)[None, :])
+
+
+@triton.jit(do_not_specialize=(*RUNTIME, "tiles_each"))
+def columns_kernel(
+    columns, product, grad, momentum_trits, momentum_scale, momentum_trits_2, momentum_scale_2, variance_trits,
+    variance_level, variance_step, carry_rows, carry_columns,
+    rows: tl.int64, cols: tl.int64, grad_row: tl.int64, grad_column: tl.int64, bytes_per_row: tl.int64,
+    blocks_per_row: tl.int64, tiles_each: tl.int64, rest1, beta2, rest2, bias, eps, grad_scale,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, PLANES: tl.constexpr, RANK: tl.constexpr, UNIT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """u^T W of one block of columns, summed over this program's ``tiles_each`` tiles of ROWS rows: columns, fp32
+    (chunks, cols, RANK). ``product``: W, fp32 (rows, RANK)."""
+    if ALIGNED:
+        cols *= 16
+        grad_row *= 16
+    block = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1).to(tl.int64)
+    rank = tl.arange(0, 16)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK, 16), dtype=tl.float32)
+    first = chunk * tiles_each
+    for tile in range(first, tl.minimum(first + tiles_each, (rows + ROWS - 1) // ROWS)):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        row_ok = row < rows
+        u = _momentum_of_block(
+            grad, momentum_trits, momentum_scale, momentum_trits_2, momentum_scale_2, variance_trits, variance_level,
+            variance_step, carry_rows, carry_columns, row, row_ok, block, cols, grad_row, grad_column, bytes_per_row,
+            blocks_per_row, rest1, beta2, rest2, bias, eps, grad_scale, BLOCK, PLANES, RANK, UNIT,
+        )  # fmt: skip
+        mask = row_ok[:, None] & (rank < RANK)[None, :]
+        mine = tl.load(product + row[:, None] * RANK + rank[None, :], mask=mask, other=0.0)
+        total = tl.dot(tl.trans(u), mine, total, input_precision="tf32x3")
+    place = (chunk * cols + column)[:, None] * RANK + rank[None, :]
+    tl.store(columns + place, total, mask=(column < cols)[:, None] & (rank < RANK)[None, :])
