@@ -24,7 +24,7 @@ PROGRAMS = 1024
 """Programs that each half of the power iteration is cut into, where its partial sums allow."""
 _STEP_TILE, _MOMENTUM_TILE = 1024, 2048
 """Elements of a program's tile; a power of two."""
-_INTERPRETED_TILE = 8192
+_INTERPRETED_TILE = 1 << 15
 _DTYPES = (torch.float32, torch.bfloat16)
 _WARPS = 4
 

@@ -18,6 +18,7 @@ _FLOOR = tl.constexpr(2.0**-10)
 _TINY = tl.constexpr(2.0**-126)
 _TINY_BITS = tl.constexpr(0x00800000)
 _EMPTY = tl.constexpr(2.0**-124)
+_LEAST_DENOMINATOR = tl.constexpr(2.0**-62)
 _LARGEST_LEVEL = tl.constexpr((0x7F7F0000 - 8 * (1 << 23)) >> 16)
 _LEAST_RAISE = tl.constexpr(8)
 _FIRST_STEP = tl.constexpr(1.22)
@@ -81,12 +82,6 @@ def _digit_of(packed, digit):
 
 
 @triton.jit
-def _power_of_3(digit):
-    small = tl.where(digit == 0, 1, tl.where(digit == 1, 3, 9))
-    return tl.where(digit == 3, 27, tl.where(digit == 4, 81, small))
-
-
-@triton.jit
 def _stored_digits(trits, at, element, width, present):
     """int32 digits (0, 1, 2; 1 where absent) of ``element`` (BLOCK,) of a group whose bytes start at ``at`` (rows,) and
     that packs ``width`` bytes."""
@@ -106,25 +101,31 @@ def _load_by_block(trits, at, row_ok, count, width, BLOCK: tl.constexpr):
         whole = row_ok[:, None] & (j < BLOCK)[None, :]
         packed += tl.load(trits + at[:, None] + j[None, :], mask=whole, other=121).to(tl.int32)
     else:
-        for block in tl.static_range(5):
+        power = 1
+        for block in range(0, 5):
             element = j + block * BLOCK
             present = row_ok[:, None] & (element < count)[None, :]
-            packed += _stored_digits(trits, at, element, width, present) * 3**block
+            packed += _stored_digits(trits, at, element, width, present) * power
+            power *= 3
     return packed
 
 
 @triton.jit
-def _store_by_block(trits, at, row_ok, packed, width, BLOCK: tl.constexpr):
-    """Write trits "by block" (absent ones digit 0) as the group's bytes."""
+def _store_by_block(trits, at, row_ok, sums, count, width, BLOCK: tl.constexpr):
+    """Write trits "by block", given as fp32 sums of trit 3^block (rows, BLOCK), as the group's bytes."""
     j = tl.arange(0, BLOCK)
+    packed = sums.to(tl.int32) + 121
     if width != BLOCK:
         stored = tl.zeros_like(packed)
-        for digit in tl.static_range(5):
+        power = 1
+        for digit in range(0, 5):
             element = j + digit * width
             block = element // BLOCK
-            # Elements past the fifth block belong to no byte that is stored: any index within bounds will do.
+            # What lies past the end of the group is digit 0; of bytes that are not stored, any index will do.
             index = tl.broadcast_to((element % BLOCK)[None, :], packed.shape)
-            stored += _digit_of(tl.gather(packed, index, 1), block[None, :]) * 3**digit
+            found = _digit_of(tl.gather(packed, index, 1), block[None, :])
+            stored += tl.where((element < count)[None, :], found, 0) * power
+            power *= 3
         packed = stored
     mask = row_ok[:, None] & (j < width)[None, :]
     tl.store(trits + at[:, None] + j[None, :], packed.to(tl.uint8), mask=mask)
@@ -145,20 +146,33 @@ def _carried(row_factors, column_factors, row, row_ok, column, column_ok, cols, 
 
 
 @triton.jit
-def _variance(digits, level, step):
-    """v = L^-1(l + d x) from digits of x and the stored bf16 level and step (rows,)."""
+def _variance(x, level, step):
+    """v = L^-1(l + d x) from int32 trits (rows, BLOCK) and the stored bf16 level and step (rows,)."""
     centre = level.to(tl.float32).to(tl.int32, bitcast=True)
     octaves = (step.to(tl.float32) * _OCTAVE).to(tl.int32)
-    pattern = (digits - 1) * octaves[:, None] + centre[:, None]
+    pattern = x * octaves[:, None] + centre[:, None]
     return tl.maximum(pattern, _TINY_BITS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _root(value):
+    """The square root of a number >= 0, within 2 units in the last place; what is below 2^-126 counts for less."""
+    return value * tl.rsqrt(tl.maximum(value, _TINY))
+
+
+@triton.jit
+def _inverse(value):
+    """1 / value within 2 units in the last place, for values from 2^-62 to 2^63: two instructions, a division has ten."""
+    return tl.rsqrt(value * value)
 
 
 @triton.jit
 def _rule(grad, momentum, variance, beta2, rest2, bias, rest1, eps):
     """(u, v) from g, u_prev and v_prev."""
     variance = variance * beta2 + rest2 * grad * grad
-    normalised = grad / (tl.sqrt(variance * bias) + eps)
-    return momentum + rest1 * (normalised - momentum), variance
+    # The root is at least 2^-63: the bound on the denominator is felt by an eps below 2^-63 alone.
+    denominator = tl.maximum(_root(tl.maximum(variance * bias, _TINY)) + eps, _LEAST_DENOMINATOR)
+    return momentum + rest1 * (grad * _inverse(denominator) - momentum), variance
 
 
 @triton.jit
@@ -187,7 +201,7 @@ def _momentum_of_block(
         u += scale[:, None] * (_stored_digits(momentum_trits_2, at, element, width, present) - 1).to(tl.float32)
     level = tl.load(variance_level + scalar, mask=row_ok, other=0.0)
     step = tl.load(variance_step + scalar, mask=row_ok, other=0.0)
-    v = _variance(_stored_digits(variance_trits, at, element, width, present), level, step)
+    v = _variance(_stored_digits(variance_trits, at, element, width, present) - 1, level, step)
     u, v = _rule(g, u, v, beta2, rest2, bias, rest1, eps)
     return u
 
@@ -206,56 +220,53 @@ def _gradient(grad, row, column, present, grad_row, grad_column, grad_scale, UNI
 
 
 @triton.jit
-def _encode_variance(v, digits, previous_step, bits, count, present):
-    """(digits of x, level bits, step bits) of one block from v (0 where absent), its previous digits and step, random
-    bits, and the number of its elements. Offsets are taken from L(mean v): at most a few octaves."""
+def _encode_variance(v, previous, previous_step, bits, count, present):
+    """(x as fp32, level bits, step bits) of one block from v (0 where absent), its previous trits (int32, 0 where
+    absent) and step, random bits, and the number of its elements."""
+    over = 1.0 / count.to(tl.float32)
     total = tl.sum(v, axis=1)
-    mean = total / count
+    mean = total * over
     empty = mean <= _EMPTY
     floored = tl.maximum(v, tl.maximum(mean * _FLOOR, _TINY)[:, None])
+    # L(v) - L(mean v) in units of a float's pattern: a few octaves at most, so the sums are exact enough in fp32.
     base = mean.to(tl.int32, bitcast=True)
-    offset = (floored.to(tl.int32, bitcast=True) - base[:, None]).to(tl.float32) * (1.0 / _OCTAVE)
+    offset = (floored.to(tl.int32, bitcast=True) - base[:, None]).to(tl.float32)
     offset = tl.where(present, offset, 0.0)
-    middle = tl.sum(offset, axis=1) / count
-    upper = (base + (middle * _OCTAVE).to(tl.int32) + (1 << 15)) >> 16
-    upper = tl.minimum(upper, _LARGEST_LEVEL)
-    spread = tl.sqrt(tl.maximum(tl.sum(offset * offset, axis=1) / count - middle * middle, 0.0))
-    # The sums of x and of x^2 at once: x is -1, 0 or 1 and a block far under 2^12 elements.
-    x = tl.where(present, digits - 1, 0)
-    both = tl.sum(x + x * x * 4096, axis=1)
+    middle = tl.sum(offset, axis=1) * over
+    upper = tl.minimum((base + middle.to(tl.int32) + (1 << 15)) >> 16, _LARGEST_LEVEL)
+    units = 1.0 / (_OCTAVE * _OCTAVE)
+    spread = tl.maximum((tl.sum(offset * offset, axis=1) * over - middle * middle) * units, 0.0)
+    # The sums of x and of x^2 at once: x is -1, 0 or 1 and a block far under 2^11 elements.
+    both = tl.sum(previous + previous * previous * 4096, axis=1)
     squares = (both + 2048) >> 12
-    old_mean = (both - squares * 4096).to(tl.float32) / count
-    old = tl.sqrt(tl.maximum(squares.to(tl.float32) / count - old_mean * old_mean, 0.0))
-    followed = tl.where(old > 0.0, spread / tl.where(old > 0.0, old, 1.0), previous_step)
-    step = tl.where(previous_step == 0.0, spread * _FIRST_STEP, followed)
+    once = both - squares * 4096
+    # The variance of the trits, from integers: exactly 0 where all are equal.
+    old = (squares * count - once * once).to(tl.float32) * (over * over)
+    followed = tl.where(old > 0.0, spread * tl.rsqrt(tl.maximum(spread * old, _TINY)), previous_step)
+    step = tl.where(previous_step == 0.0, _root(spread) * _FIRST_STEP, followed)
     step_bits = tl.where(empty, 0, _bf16_bits(tl.minimum(tl.maximum(step, 0.05), 8.0)))
     step = _of_bf16_bits(step_bits)
-    inverse = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, step))
-    shift = ((upper << 16) - base).to(tl.float32) * (1.0 / _OCTAVE)
+    inverse = tl.where(empty, 0.0, _inverse(tl.maximum(step, 0.01)) * (1.0 / _OCTAVE))
+    shift = ((upper << 16) - base).to(tl.float32)
     position = tl.minimum(tl.maximum((offset - shift[:, None]) * inverse[:, None], -1.0), 1.0)
-    uniform = (bits & 0xFFFF).to(tl.int32).to(tl.float32) * (1.0 / 65536)
-    # position + 1 + uniform lies in [0, 3): truncation is floor.
-    new_digits = ((position + uniform) + 1.0).to(tl.int32)
+    rounded = position + (bits & 0xFFFF).to(tl.int32).to(tl.float32) * (1.0 / 65536)
+    x = tl.where(rounded >= 1.0, 1.0, 0.0) - tl.where(rounded < 0.0, 1.0, 0.0)
     reach = tl.maximum((upper << 16) + (step * _OCTAVE).to(tl.int32), _TINY_BITS).to(tl.float32, bitcast=True)
     kept = tl.sum(tl.minimum(v, reach[:, None]), axis=1)
     missing = (total.to(tl.int32, bitcast=True) - kept.to(tl.int32, bitcast=True) + (1 << 15)) >> 16
     missing = tl.where(missing < _LEAST_RAISE, 0, missing)
     level_bits = tl.where(empty, 0, tl.minimum(upper + missing, _LARGEST_LEVEL))
-    return tl.where(present, new_digits, 0), level_bits, step_bits
+    return x, level_bits, step_bits
 
 
 @triton.jit
-def _encode_momentum(residual, count, present):
-    """(digits of q, scale bits, s q) of one block; ``residual`` is 0 where absent."""
-    magnitude = tl.abs(residual)
-    threshold = tl.sqrt(tl.sum(residual * residual, axis=1) / count) * _THRESHOLD
-    chosen = magnitude > threshold[:, None]
-    number = tl.sum(chosen.to(tl.float32), axis=1)
-    scale_bits = _bf16_bits(tl.sum(tl.where(chosen, magnitude, 0.0), axis=1) / tl.maximum(number, 1.0))
-    scale = _of_bf16_bits(scale_bits)[:, None]
-    part = tl.where(chosen, tl.where(residual > 0.0, scale, -scale), 0.0)
-    digits = tl.where(chosen, tl.where(residual > 0.0, 2, 0), 1)
-    return tl.where(present, digits, 0), scale_bits, part
+def _encode_momentum(residual, count):
+    """(q as fp32, scale bits, s q) of one block; ``residual`` is 0 where absent."""
+    threshold = (_root(tl.sum(residual * residual, axis=1) / count.to(tl.float32)) * _THRESHOLD)[:, None]
+    q = tl.where(residual > threshold, 1.0, 0.0) - tl.where(residual < -threshold, 1.0, 0.0)
+    number = tl.maximum(tl.sum(q * q, axis=1), 1.0)
+    scale_bits = _bf16_bits(tl.sum(residual * q, axis=1) * _inverse(number))
+    return q, scale_bits, _of_bf16_bits(scale_bits)[:, None] * q
 
 
 @triton.jit
@@ -312,61 +323,62 @@ def step_kernel(
     at = row * bytes_per_row + group * BLOCK
     x_from = _load_by_block(variance_trits, at, row_ok, rest, width, BLOCK)
     q_from = _load_by_block(momentum_trits, at, row_ok, rest, width, BLOCK)
-    x_to = tl.zeros_like(x_from)
-    q_to = tl.zeros_like(x_from)
+    x_to = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    q_to = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     if PLANES == 2:
         q2_from = _load_by_block(momentum_trits_2, at, row_ok, rest, width, BLOCK)
-        q2_to = tl.zeros_like(x_from)
-    for b in tl.static_range(5):
+        q2_to = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    power = 1.0
+    for b in range(0, (rest + BLOCK - 1) // BLOCK):
         block = group * GROUP + b
         column = left + b * BLOCK + j
         column_ok = column < cols
         present = row_ok[:, None] & column_ok[None, :]
-        count = tl.minimum(tl.maximum(rest - b * BLOCK, 1), BLOCK).to(tl.float32)
+        count = tl.minimum(rest - b * BLOCK, BLOCK)
         scalar = row * blocks_per_row + block
-        scalar_ok = row < tl.where(block < blocks_per_row, rows, 0)
         # (b * 171) >> 9 is b / 3, exact below 256.
         x_next = (x_from * 171) >> 9
-        x = x_from - 3 * x_next
+        x = x_from - 3 * x_next - 1
         x_from = x_next
         q_next = (q_from * 171) >> 9
         q = (q_from - 3 * q_next - 1).to(tl.float32)
         q_from = q_next
         u = _carried(carry_rows, carry_columns, row, row_ok, column, column_ok, cols, RANK)
-        u += tl.load(momentum_scale + scalar, mask=scalar_ok, other=0.0).to(tl.float32)[:, None] * q
+        u += tl.load(momentum_scale + scalar, mask=row_ok, other=0.0).to(tl.float32)[:, None] * q
         if PLANES == 2:
             q_next = (q2_from * 171) >> 9
             q = (q2_from - 3 * q_next - 1).to(tl.float32)
             q2_from = q_next
-            u += tl.load(momentum_scale_2 + scalar, mask=scalar_ok, other=0.0).to(tl.float32)[:, None] * q
-        old_step = tl.load(variance_step + scalar, mask=scalar_ok, other=0.0)
-        v = _variance(x, tl.load(variance_level + scalar, mask=scalar_ok, other=0.0), old_step)
+            u += tl.load(momentum_scale_2 + scalar, mask=row_ok, other=0.0).to(tl.float32)[:, None] * q
+        old_step = tl.load(variance_step + scalar, mask=row_ok, other=0.0)
+        v = _variance(x, tl.load(variance_level + scalar, mask=row_ok, other=0.0), old_step)
         g = _gradient(grad, row, column, present, grad_row, grad_column, grad_scale, UNIT)
+        # Absent elements have a gradient, trits and a carry of 0, so their u is 0.
         u, v = _rule(g, u, v, beta2, rest2, bias, rest1, eps)
-        u = tl.where(present, u, 0.0)
         v = tl.where(present, v, 0.0)
         bits = _random_bits(row_key, block, j)
-        x, level_bits, step_bits = _encode_variance(v, x, old_step.to(tl.float32), bits, count, present)
-        x_to += x * 3**b
-        tl.store(variance_level + scalar, _as_bf16(level_bits), mask=scalar_ok)
-        tl.store(variance_step + scalar, _as_bf16(step_bits), mask=scalar_ok)
+        new_x, level_bits, step_bits = _encode_variance(v, x, old_step.to(tl.float32), bits, count, present)
+        x_to += new_x * power
+        tl.store(variance_level + scalar, _as_bf16(level_bits), mask=row_ok)
+        tl.store(variance_step + scalar, _as_bf16(step_bits), mask=row_ok)
         decoded = _carried(new_rows, new_columns, row, row_ok, column, column_ok, cols, RANK)
-        digits, scale_bits, part = _encode_momentum(u - decoded, count, present)
-        q_to += digits * 3**b
-        tl.store(momentum_scale + scalar, _as_bf16(scale_bits), mask=scalar_ok)
+        new_q, scale_bits, part = _encode_momentum(u - decoded, count)
+        q_to += new_q * power
+        tl.store(momentum_scale + scalar, _as_bf16(scale_bits), mask=row_ok)
         decoded += part
         if PLANES == 2:
-            digits, scale_bits, part = _encode_momentum(u - decoded, count, present)
-            q2_to += digits * 3**b
-            tl.store(momentum_scale_2 + scalar, _as_bf16(scale_bits), mask=scalar_ok)
+            new_q, scale_bits, part = _encode_momentum(u - decoded, count)
+            q2_to += new_q * power
+            tl.store(momentum_scale_2 + scalar, _as_bf16(scale_bits), mask=row_ok)
             decoded += part
+        power *= 3.0
         offset = (row * cols)[:, None] + column[None, :]
         step = (u - beta1 * decoded) * release
         _move(weight, remainder, offset, present, step, bits, decay, lr, STOCHASTIC, REMAINDER)
-    _store_by_block(variance_trits, at, row_ok, x_to, width, BLOCK)
-    _store_by_block(momentum_trits, at, row_ok, q_to, width, BLOCK)
+    _store_by_block(variance_trits, at, row_ok, x_to, rest, width, BLOCK)
+    _store_by_block(momentum_trits, at, row_ok, q_to, rest, width, BLOCK)
     if PLANES == 2:
-        _store_by_block(momentum_trits_2, at, row_ok, q2_to, width, BLOCK)
+        _store_by_block(momentum_trits_2, at, row_ok, q2_to, rest, width, BLOCK)
 
 
 @triton.jit(do_not_specialize=(*RUNTIME, "blocks_each"))
