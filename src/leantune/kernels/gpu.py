@@ -166,11 +166,11 @@ class TernaryCall:
         height = max(16, (_INTERPRETED_TILE if _on_cpu else _MOMENTUM_TILE) // self._block)
         tiles = -(-rows // height)
         new = functools.partial(torch.empty, dtype=torch.float32, device=self._weight.device)
-        each, splits = _shares(blocks, PROGRAMS // tiles, PARTIAL_BYTES // (4 * rank * rows))
+        each, splits = _shares(-(-blocks // 5), PROGRAMS // tiles, PARTIAL_BYTES // (4 * rank * rows))
         parts = new((splits, rows, rank))
         with _device(self._weight):
             kernels.product_kernel[(tiles, splits)](
-                parts, basis.contiguous(), blocks_each=each, ROWS=height, **self._read
+                parts, basis.contiguous(), groups_each=each, ROWS=height, **self._read
             )
             product = parts[0] if splits == 1 else parts.sum(0)
             each, chunks = _shares(tiles, PROGRAMS // blocks, PARTIAL_BYTES // (4 * rank * cols))

@@ -94,7 +94,7 @@ def _stored_digits(trits, at, element, width, present):
 
 @triton.jit
 def _load_by_block(trits, at, row_ok, count, width, BLOCK: tl.constexpr):
-    """The trits of a group of ``count`` elements "by block", int32 (rows, BLOCK)."""
+    """The trits of a group of ``count`` elements "by block", int32 (rows, BLOCK); digit 1 where absent."""
     j = tl.arange(0, BLOCK)
     packed = tl.zeros((at.shape[0], BLOCK), dtype=tl.int32)
     if width == BLOCK:
@@ -102,7 +102,7 @@ def _load_by_block(trits, at, row_ok, count, width, BLOCK: tl.constexpr):
         packed += tl.load(trits + at[:, None] + j[None, :], mask=whole, other=121).to(tl.int32)
     else:
         power = 1
-        for block in range(0, 5):
+        for block in range(0, (count + BLOCK - 1) // BLOCK):
             element = j + block * BLOCK
             present = row_ok[:, None] & (element < count)[None, :]
             packed += _stored_digits(trits, at, element, width, present) * power
@@ -177,31 +177,23 @@ def _rule(grad, momentum, variance, beta2, rest2, bias, rest1, eps):
 
 @triton.jit
 def _momentum_of_block(
-    grad, momentum_trits, momentum_scale, momentum_trits_2, momentum_scale_2, variance_trits, variance_level,
-    variance_step, carry_rows, carry_columns, row, row_ok, block, cols, grad_row, grad_column, bytes_per_row,
-    blocks_per_row, rest1, beta2, rest2, bias, eps, grad_scale,
+    q, q2, x, grad, momentum_scale, momentum_scale_2, variance_level, variance_step, carry_rows, carry_columns, row,
+    row_ok, block, cols, grad_row, grad_column, blocks_per_row, rest1, beta2, rest2, bias, eps, grad_scale,
     BLOCK: tl.constexpr, PLANES: tl.constexpr, RANK: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """u of one block of these rows, fp32 (rows, BLOCK), zeros where absent: what the power iteration looks at."""
-    group = block // GROUP
-    left = group * GROUP * BLOCK
-    width = tl.minimum((cols - left + GROUP - 1) // GROUP, BLOCK)
-    element = (block - group * GROUP) * BLOCK + tl.arange(0, BLOCK)
-    column = left + element
+    """u of one block of these rows, fp32 (rows, BLOCK), zeros where absent: what the power iteration looks at. ``q``,
+    ``q2`` (of the second plane) and ``x``: the block's trits, int32."""
+    column = block * BLOCK + tl.arange(0, BLOCK)
     column_ok = column < cols
     present = row_ok[:, None] & column_ok[None, :]
-    at = row * bytes_per_row + group * BLOCK
     scalar = row * blocks_per_row + block
     g = _gradient(grad, row, column, present, grad_row, grad_column, grad_scale, UNIT)
     u = _carried(carry_rows, carry_columns, row, row_ok, column, column_ok, cols, RANK)
-    scale = tl.load(momentum_scale + scalar, mask=row_ok, other=0.0).to(tl.float32)
-    u += scale[:, None] * (_stored_digits(momentum_trits, at, element, width, present) - 1).to(tl.float32)
+    u += tl.load(momentum_scale + scalar, mask=row_ok, other=0.0).to(tl.float32)[:, None] * q.to(tl.float32)
     if PLANES == 2:
-        scale = tl.load(momentum_scale_2 + scalar, mask=row_ok, other=0.0).to(tl.float32)
-        u += scale[:, None] * (_stored_digits(momentum_trits_2, at, element, width, present) - 1).to(tl.float32)
+        u += tl.load(momentum_scale_2 + scalar, mask=row_ok, other=0.0).to(tl.float32)[:, None] * q2.to(tl.float32)
     level = tl.load(variance_level + scalar, mask=row_ok, other=0.0)
-    step = tl.load(variance_step + scalar, mask=row_ok, other=0.0)
-    v = _variance(_stored_digits(variance_trits, at, element, width, present) - 1, level, step)
+    v = _variance(x, level, tl.load(variance_step + scalar, mask=row_ok, other=0.0))
     u, v = _rule(g, u, v, beta2, rest2, bias, rest1, eps)
     return u
 
@@ -381,16 +373,16 @@ def step_kernel(
         _store_by_block(momentum_trits_2, at, row_ok, q2_to, rest, width, BLOCK)
 
 
-@triton.jit(do_not_specialize=(*RUNTIME, "blocks_each"))
+@triton.jit(do_not_specialize=(*RUNTIME, "groups_each"))
 def product_kernel(
     product, basis, grad, momentum_trits, momentum_scale, momentum_trits_2, momentum_scale_2, variance_trits,
     variance_level, variance_step, carry_rows, carry_columns,
     rows: tl.int64, cols: tl.int64, grad_row: tl.int64, grad_column: tl.int64, bytes_per_row: tl.int64,
-    blocks_per_row: tl.int64, blocks_each: tl.int64, rest1, beta2, rest2, bias, eps, grad_scale,
+    blocks_per_row: tl.int64, groups_each: tl.int64, rest1, beta2, rest2, bias, eps, grad_scale,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, PLANES: tl.constexpr, RANK: tl.constexpr, UNIT: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """W = u V, summed over the ``blocks_each`` blocks of this program: product, fp32 (splits, rows, RANK). ``basis``: V,
+    """W = u V, summed over the ``groups_each`` groups of this program: product, fp32 (splits, rows, RANK). ``basis``: V,
     fp32 (cols, RANK)."""
     if ALIGNED:
         cols *= 16
@@ -400,17 +392,35 @@ def product_kernel(
     split = tl.program_id(1).to(tl.int64)
     rank = tl.arange(0, 16)
     total = tl.zeros((ROWS, 16), dtype=tl.float32)
-    first = split * blocks_each
-    for block in range(first, tl.minimum(first + blocks_each, blocks_per_row)):
-        u = _momentum_of_block(
-            grad, momentum_trits, momentum_scale, momentum_trits_2, momentum_scale_2, variance_trits, variance_level,
-            variance_step, carry_rows, carry_columns, row, row_ok, block, cols, grad_row, grad_column, bytes_per_row,
-            blocks_per_row, rest1, beta2, rest2, bias, eps, grad_scale, BLOCK, PLANES, RANK, UNIT,
-        )  # fmt: skip
-        column = block * BLOCK + tl.arange(0, BLOCK)
-        mask = (column < cols)[:, None] & (rank < RANK)[None, :]
-        directions = tl.load(basis + column[:, None] * RANK + rank[None, :], mask=mask, other=0.0)
-        total = tl.dot(u, directions, total, input_precision="tf32x3")
+    first = split * groups_each
+    for group in range(first, tl.minimum(first + groups_each, (blocks_per_row + GROUP - 1) // GROUP)):
+        rest = tl.minimum(cols - group * GROUP * BLOCK, GROUP * BLOCK).to(tl.int32)
+        width = (rest + GROUP - 1) // GROUP
+        at = row * bytes_per_row + group * BLOCK
+        x_from = _load_by_block(variance_trits, at, row_ok, rest, width, BLOCK)
+        q_from = _load_by_block(momentum_trits, at, row_ok, rest, width, BLOCK)
+        q2_from = q_from
+        if PLANES == 2:
+            q2_from = _load_by_block(momentum_trits_2, at, row_ok, rest, width, BLOCK)
+        for b in range(0, (rest + BLOCK - 1) // BLOCK):
+            block = group * GROUP + b
+            # (b * 171) >> 9 is b / 3, exact below 256.
+            x_next = (x_from * 171) >> 9
+            q_next = (q_from * 171) >> 9
+            q2_next = (q2_from * 171) >> 9
+            u = _momentum_of_block(
+                q_from - 3 * q_next - 1, q2_from - 3 * q2_next - 1, x_from - 3 * x_next - 1, grad, momentum_scale,
+                momentum_scale_2, variance_level, variance_step, carry_rows, carry_columns, row, row_ok, block, cols,
+                grad_row, grad_column, blocks_per_row, rest1, beta2, rest2, bias, eps, grad_scale, BLOCK, PLANES, RANK,
+                UNIT,
+            )  # fmt: skip
+            x_from = x_next
+            q_from = q_next
+            q2_from = q2_next
+            column = block * BLOCK + tl.arange(0, BLOCK)
+            mask = (column < cols)[:, None] & (rank < RANK)[None, :]
+            directions = tl.load(basis + column[:, None] * RANK + rank[None, :], mask=mask, other=0.0)
+            total = tl.dot(u, directions, total, input_precision="tf32x3")
     place = (split * rows + row)[:, None] * RANK + rank[None, :]
     tl.store(product + place, total, mask=row_ok[:, None] & (rank < RANK)[None, :])
 
@@ -433,15 +443,25 @@ def columns_kernel(
     chunk = tl.program_id(1).to(tl.int64)
     rank = tl.arange(0, 16)
     column = block * BLOCK + tl.arange(0, BLOCK)
+    group = block // GROUP
+    width = tl.minimum((cols - group * GROUP * BLOCK + GROUP - 1) // GROUP, BLOCK).to(tl.int32)
+    element = ((block - group * GROUP) * BLOCK).to(tl.int32) + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK, 16), dtype=tl.float32)
     first = chunk * tiles_each
     for tile in range(first, tl.minimum(first + tiles_each, (rows + ROWS - 1) // ROWS)):
         row = tile * ROWS + tl.arange(0, ROWS)
         row_ok = row < rows
+        present = row_ok[:, None] & (column < cols)[None, :]
+        at = row * bytes_per_row + group * BLOCK
+        x = _stored_digits(variance_trits, at, element, width, present) - 1
+        q = _stored_digits(momentum_trits, at, element, width, present) - 1
+        q2 = q
+        if PLANES == 2:
+            q2 = _stored_digits(momentum_trits_2, at, element, width, present) - 1
         u = _momentum_of_block(
-            grad, momentum_trits, momentum_scale, momentum_trits_2, momentum_scale_2, variance_trits, variance_level,
-            variance_step, carry_rows, carry_columns, row, row_ok, block, cols, grad_row, grad_column, bytes_per_row,
-            blocks_per_row, rest1, beta2, rest2, bias, eps, grad_scale, BLOCK, PLANES, RANK, UNIT,
+            q, q2, x, grad, momentum_scale, momentum_scale_2, variance_level, variance_step, carry_rows, carry_columns,
+            row, row_ok, block, cols, grad_row, grad_column, blocks_per_row, rest1, beta2, rest2, bias, eps, grad_scale,
+            BLOCK, PLANES, RANK, UNIT,
         )  # fmt: skip
         mask = row_ok[:, None] & (rank < RANK)[None, :]
         mine = tl.load(product + row[:, None] * RANK + rank[None, :], mask=mask, other=0.0)
