@@ -26,7 +26,8 @@ _STEP_TILE, _MOMENTUM_TILE = 1024, 2048
 """Elements of a program's tile; a power of two."""
 _INTERPRETED_TILE = 1 << 15
 _DTYPES = (torch.float32, torch.bfloat16)
-_WARPS = 4
+_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
+"""How Triton compiles: without copies of a loop's body for prefetching, for which the kernels have no registers."""
 
 
 @functools.cache
@@ -67,8 +68,8 @@ class on_cpu:
         global _on_cpu
         if not interpreted():
             raise RuntimeError(
-                f"the kernels cannot run on the CPU ({_kernels()[1]}): set TRITON_INTERPRET=1 in the environment before "
-                "Triton is imported."
+                f"the kernels cannot run on the CPU ({_kernels()[1]}): set TRITON_INTERPRET=1 in the environment "
+                "before Triton is imported."
             )
         self._before, _on_cpu = _on_cpu, True
 
@@ -145,7 +146,7 @@ class TernaryCall:
             "RANK": self._rank,
             "UNIT": unit,
             "ALIGNED": aligned,
-            "num_warps": _WARPS,
+            **_OPTIONS,
         }
         self._written = {
             "lr": rule["lr"],

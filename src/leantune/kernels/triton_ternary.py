@@ -95,14 +95,14 @@ def _stored_digits(trits, at, element, width, present):
 @triton.jit
 def _load_by_block(trits, at, row_ok, count, width, BLOCK: tl.constexpr):
     """The trits of a group of ``count`` elements "by block", int32 (rows, BLOCK); digit 1 where absent."""
-    j = tl.arange(0, BLOCK)
+    j = tl.arange(BLOCK)
     packed = tl.zeros((at.shape[0], BLOCK), dtype=tl.int32)
     if width == BLOCK:
         whole = row_ok[:, None] & (j < BLOCK)[None, :]
         packed += tl.load(trits + at[:, None] + j[None, :], mask=whole, other=121).to(tl.int32)
     else:
         power = 1
-        for block in range(0, (count + BLOCK - 1) // BLOCK):
+        for block in range((count + BLOCK - 1) // BLOCK):
             element = j + block * BLOCK
             present = row_ok[:, None] & (element < count)[None, :]
             packed += _stored_digits(trits, at, element, width, present) * power
@@ -113,12 +113,12 @@ def _load_by_block(trits, at, row_ok, count, width, BLOCK: tl.constexpr):
 @triton.jit
 def _store_by_block(trits, at, row_ok, sums, count, width, BLOCK: tl.constexpr):
     """Write trits "by block", given as fp32 sums of trit 3^block (rows, BLOCK), as the group's bytes."""
-    j = tl.arange(0, BLOCK)
+    j = tl.arange(BLOCK)
     packed = sums.to(tl.int32) + 121
     if width != BLOCK:
         stored = tl.zeros_like(packed)
         power = 1
-        for digit in range(0, 5):
+        for digit in range(5):
             element = j + digit * width
             block = element // BLOCK
             # What lies past the end of the group is digit 0; of bytes that are not stored, any index will do.
@@ -135,13 +135,15 @@ def _store_by_block(trits, at, row_ok, sums, count, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _carried(row_factors, column_factors, row, row_ok, column, column_ok, cols, RANK: tl.constexpr):
+def _carried(row_factors, column_factors, row, row_ok, column, present, cols, RANK: tl.constexpr):
     """C = U V^T of a tile: U bf16 (rows, RANK), V^T bf16 (RANK, cols)."""
-    total = tl.zeros((row.shape[0], column.shape[0]), dtype=tl.float32)
+    total = tl.zeros(present.shape, dtype=tl.float32)
+    # Each row of the tile loads V^T for itself: in the layout of the tile, where a shared load would have to be moved.
     for k in tl.static_range(RANK):
         mine = tl.load(row_factors + row * RANK + k, mask=row_ok, other=0.0).to(tl.float32)
-        across = tl.load(column_factors + k * cols + column, mask=column_ok, other=0.0).to(tl.float32)
-        total += mine[:, None] * across[None, :]
+        offset = tl.broadcast_to((k * cols + column)[None, :], present.shape)
+        across = tl.load(column_factors + offset, mask=present, other=0.0).to(tl.float32)
+        total += mine[:, None] * across
     return total
 
 
@@ -162,7 +164,7 @@ def _root(value):
 
 @triton.jit
 def _inverse(value):
-    """1 / value within 2 units in the last place, for values from 2^-62 to 2^63: two instructions, a division has ten."""
+    """1 / value within 2 units in the last place, for 2^-62 to 2^63: two instructions, where a division has ten."""
     return tl.rsqrt(value * value)
 
 
@@ -183,12 +185,11 @@ def _momentum_of_block(
 ):  # fmt: skip
     """u of one block of these rows, fp32 (rows, BLOCK), zeros where absent: what the power iteration looks at. ``q``,
     ``q2`` (of the second plane) and ``x``: the block's trits, int32."""
-    column = block * BLOCK + tl.arange(0, BLOCK)
-    column_ok = column < cols
-    present = row_ok[:, None] & column_ok[None, :]
+    column = block * BLOCK + tl.arange(BLOCK)
+    present = row_ok[:, None] & (column < cols)[None, :]
     scalar = row * blocks_per_row + block
     g = _gradient(grad, row, column, present, grad_row, grad_column, grad_scale, UNIT)
-    u = _carried(carry_rows, carry_columns, row, row_ok, column, column_ok, cols, RANK)
+    u = _carried(carry_rows, carry_columns, row, row_ok, column, present, cols, RANK)
     u += tl.load(momentum_scale + scalar, mask=row_ok, other=0.0).to(tl.float32)[:, None] * q.to(tl.float32)
     if PLANES == 2:
         u += tl.load(momentum_scale_2 + scalar, mask=row_ok, other=0.0).to(tl.float32)[:, None] * q2.to(tl.float32)
@@ -262,9 +263,7 @@ def _encode_momentum(residual, count):
 
 
 @triton.jit
-def _move(
-    weight, remainder, offset, present, step, bits, decay, lr, STOCHASTIC: tl.constexpr, REMAINDER: tl.constexpr
-):
+def _move(weight, remainder, offset, present, step, bits, decay, lr, STOCHASTIC: tl.constexpr, REMAINDER: tl.constexpr):
     """w <- w decay - lr step, rounded into the weight's own format."""
     stored = tl.load(weight + offset, mask=present, other=0.0).to(tl.float32)
     if REMAINDER:
@@ -305,10 +304,10 @@ def step_kernel(
     groups = (blocks_per_row + GROUP - 1) // GROUP
     program = tl.program_id(0).to(tl.int64)
     group = program % groups
-    row = (program // groups) * ROWS + tl.arange(0, ROWS)
+    row = (program // groups) * ROWS + tl.arange(ROWS)
     row_ok = row < rows
     row_key = _splitmix64(row.to(tl.uint64) ^ key.to(tl.uint64))
-    j = tl.arange(0, BLOCK)
+    j = tl.arange(BLOCK)
     left = group * GROUP * BLOCK
     rest = tl.minimum(cols - left, GROUP * BLOCK).to(tl.int32)
     width = (rest + GROUP - 1) // GROUP
@@ -321,11 +320,10 @@ def step_kernel(
         q2_from = _load_by_block(momentum_trits_2, at, row_ok, rest, width, BLOCK)
         q2_to = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     power = 1.0
-    for b in range(0, (rest + BLOCK - 1) // BLOCK):
+    for b in range((rest + BLOCK - 1) // BLOCK):
         block = group * GROUP + b
         column = left + b * BLOCK + j
-        column_ok = column < cols
-        present = row_ok[:, None] & column_ok[None, :]
+        present = row_ok[:, None] & (column < cols)[None, :]
         count = tl.minimum(rest - b * BLOCK, BLOCK)
         scalar = row * blocks_per_row + block
         # (b * 171) >> 9 is b / 3, exact below 256.
@@ -335,7 +333,7 @@ def step_kernel(
         q_next = (q_from * 171) >> 9
         q = (q_from - 3 * q_next - 1).to(tl.float32)
         q_from = q_next
-        u = _carried(carry_rows, carry_columns, row, row_ok, column, column_ok, cols, RANK)
+        u = _carried(carry_rows, carry_columns, row, row_ok, column, present, cols, RANK)
         u += tl.load(momentum_scale + scalar, mask=row_ok, other=0.0).to(tl.float32)[:, None] * q
         if PLANES == 2:
             q_next = (q2_from * 171) >> 9
@@ -353,7 +351,7 @@ def step_kernel(
         x_to += new_x * power
         tl.store(variance_level + scalar, _as_bf16(level_bits), mask=row_ok)
         tl.store(variance_step + scalar, _as_bf16(step_bits), mask=row_ok)
-        decoded = _carried(new_rows, new_columns, row, row_ok, column, column_ok, cols, RANK)
+        decoded = _carried(new_rows, new_columns, row, row_ok, column, present, cols, RANK)
         new_q, scale_bits, part = _encode_momentum(u - decoded, count)
         q_to += new_q * power
         tl.store(momentum_scale + scalar, _as_bf16(scale_bits), mask=row_ok)
@@ -382,15 +380,17 @@ def product_kernel(
     BLOCK: tl.constexpr, ROWS: tl.constexpr, PLANES: tl.constexpr, RANK: tl.constexpr, UNIT: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """W = u V, summed over the ``groups_each`` groups of this program: product, fp32 (splits, rows, RANK). ``basis``: V,
-    fp32 (cols, RANK)."""
+    """W = u V, summed over the ``groups_each`` groups of this program: product, fp32 (splits, rows, RANK).
+
+    ``basis``: V, fp32 (cols, RANK).
+    """
     if ALIGNED:
         cols *= 16
         grad_row *= 16
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(ROWS)
     row_ok = row < rows
     split = tl.program_id(1).to(tl.int64)
-    rank = tl.arange(0, 16)
+    rank = tl.arange(16)
     total = tl.zeros((ROWS, 16), dtype=tl.float32)
     first = split * groups_each
     for group in range(first, tl.minimum(first + groups_each, (blocks_per_row + GROUP - 1) // GROUP)):
@@ -402,7 +402,7 @@ def product_kernel(
         q2_from = q_from
         if PLANES == 2:
             q2_from = _load_by_block(momentum_trits_2, at, row_ok, rest, width, BLOCK)
-        for b in range(0, (rest + BLOCK - 1) // BLOCK):
+        for b in range((rest + BLOCK - 1) // BLOCK):
             block = group * GROUP + b
             # (b * 171) >> 9 is b / 3, exact below 256.
             x_next = (x_from * 171) >> 9
@@ -417,7 +417,7 @@ def product_kernel(
             x_from = x_next
             q_from = q_next
             q2_from = q2_next
-            column = block * BLOCK + tl.arange(0, BLOCK)
+            column = block * BLOCK + tl.arange(BLOCK)
             mask = (column < cols)[:, None] & (rank < RANK)[None, :]
             directions = tl.load(basis + column[:, None] * RANK + rank[None, :], mask=mask, other=0.0)
             total = tl.dot(u, directions, total, input_precision="tf32x3")
@@ -434,22 +434,24 @@ def columns_kernel(
     BLOCK: tl.constexpr, ROWS: tl.constexpr, PLANES: tl.constexpr, RANK: tl.constexpr, UNIT: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """u^T W of one block of columns, summed over this program's ``tiles_each`` tiles of ROWS rows: columns, fp32
-    (chunks, cols, RANK). ``product``: W, fp32 (rows, RANK)."""
+    """u^T W of one block of columns, summed over ``tiles_each`` tiles of ROWS rows: columns, fp32 (chunks, cols, RANK).
+
+    ``product``: W, fp32 (rows, RANK).
+    """
     if ALIGNED:
         cols *= 16
         grad_row *= 16
     block = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1).to(tl.int64)
-    rank = tl.arange(0, 16)
-    column = block * BLOCK + tl.arange(0, BLOCK)
+    rank = tl.arange(16)
+    column = block * BLOCK + tl.arange(BLOCK)
     group = block // GROUP
     width = tl.minimum((cols - group * GROUP * BLOCK + GROUP - 1) // GROUP, BLOCK).to(tl.int32)
-    element = ((block - group * GROUP) * BLOCK).to(tl.int32) + tl.arange(0, BLOCK)
+    element = ((block - group * GROUP) * BLOCK).to(tl.int32) + tl.arange(BLOCK)
     total = tl.zeros((BLOCK, 16), dtype=tl.float32)
     first = chunk * tiles_each
     for tile in range(first, tl.minimum(first + tiles_each, (rows + ROWS - 1) // ROWS)):
-        row = tile * ROWS + tl.arange(0, ROWS)
+        row = tile * ROWS + tl.arange(ROWS)
         row_ok = row < rows
         present = row_ok[:, None] & (column < cols)[None, :]
         at = row * bytes_per_row + group * BLOCK
