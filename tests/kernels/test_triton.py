@@ -1,6 +1,7 @@
-"""The Triton kernels of TernaryAdamW make the decisions of the plain torch rule: on a GPU, or in Triton's interpreter."""
+"""The Triton kernels of TernaryAdamW make the decisions of the plain torch rule, on a GPU or in Triton's interpreter."""
 
 import contextlib
+import sys
 
 import pytest
 import torch
@@ -76,9 +77,8 @@ def compare(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], bloc
     differing = 0.0
     for name in mine:
         if name.endswith(("trits", "trits_2")):
-            apart = unpack_trits(mine[name], weight.shape[1], block) != unpack_trits(
-                theirs[name], weight.shape[1], block
-            )
+            one, other = (unpack_trits(side[name], weight.shape[1], block) for side in (mine, theirs))
+            apart = one != other
             # A trit differs where a value sits within rounding of a threshold; in a small matrix one may.
             assert apart.sum() <= max(1.0, 1e-4 * weight.numel()), name
             differing += apart.sum().item()
@@ -179,7 +179,7 @@ def test_what_the_kernels_do_not_take_runs_elsewhere() -> None:
 
 
 def test_a_missing_triton_is_said_and_does_not_stop_training(monkeypatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "triton", None)
+    monkeypatch.setitem(sys.modules, "triton", None)
     gpu._kernels.cache_clear()
     try:
         assert "cannot be imported" in gpu.status() and "plain torch" in gpu.status()
