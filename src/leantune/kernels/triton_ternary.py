@@ -95,7 +95,7 @@ def _stored_digits(trits, at, element, width, present):
 @triton.jit
 def _load_by_block(trits, at, row_ok, count, width, BLOCK: tl.constexpr):
     """The trits of a group of ``count`` elements "by block", int32 (rows, BLOCK); digit 1 where absent."""
-    j = tl.arange(BLOCK)
+    j = tl.arange(0, BLOCK)
     packed = tl.zeros((at.shape[0], BLOCK), dtype=tl.int32)
     if width == BLOCK:
         whole = row_ok[:, None] & (j < BLOCK)[None, :]
@@ -113,7 +113,7 @@ def _load_by_block(trits, at, row_ok, count, width, BLOCK: tl.constexpr):
 @triton.jit
 def _store_by_block(trits, at, row_ok, sums, count, width, BLOCK: tl.constexpr):
     """Write trits "by block", given as fp32 sums of trit 3^block (rows, BLOCK), as the group's bytes."""
-    j = tl.arange(BLOCK)
+    j = tl.arange(0, BLOCK)
     packed = sums.to(tl.int32) + 121
     if width != BLOCK:
         stored = tl.zeros_like(packed)
@@ -185,7 +185,7 @@ def _momentum_of_block(
 ):  # fmt: skip
     """u of one block of these rows, fp32 (rows, BLOCK), zeros where absent: what the power iteration looks at. ``q``,
     ``q2`` (of the second plane) and ``x``: the block's trits, int32."""
-    column = block * BLOCK + tl.arange(BLOCK)
+    column = block * BLOCK + tl.arange(0, BLOCK)
     present = row_ok[:, None] & (column < cols)[None, :]
     scalar = row * blocks_per_row + block
     g = _gradient(grad, row, column, present, grad_row, grad_column, grad_scale, UNIT)
@@ -304,10 +304,10 @@ def step_kernel(
     groups = (blocks_per_row + GROUP - 1) // GROUP
     program = tl.program_id(0).to(tl.int64)
     group = program % groups
-    row = (program // groups) * ROWS + tl.arange(ROWS)
+    row = (program // groups) * ROWS + tl.arange(0, ROWS)
     row_ok = row < rows
     row_key = _splitmix64(row.to(tl.uint64) ^ key.to(tl.uint64))
-    j = tl.arange(BLOCK)
+    j = tl.arange(0, BLOCK)
     left = group * GROUP * BLOCK
     rest = tl.minimum(cols - left, GROUP * BLOCK).to(tl.int32)
     width = (rest + GROUP - 1) // GROUP
@@ -387,10 +387,10 @@ def product_kernel(
     if ALIGNED:
         cols *= 16
         grad_row *= 16
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(ROWS)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_ok = row < rows
     split = tl.program_id(1).to(tl.int64)
-    rank = tl.arange(16)
+    rank = tl.arange(0, 16)
     total = tl.zeros((ROWS, 16), dtype=tl.float32)
     first = split * groups_each
     for group in range(first, tl.minimum(first + groups_each, (blocks_per_row + GROUP - 1) // GROUP)):
@@ -417,7 +417,7 @@ def product_kernel(
             x_from = x_next
             q_from = q_next
             q2_from = q2_next
-            column = block * BLOCK + tl.arange(BLOCK)
+            column = block * BLOCK + tl.arange(0, BLOCK)
             mask = (column < cols)[:, None] & (rank < RANK)[None, :]
             directions = tl.load(basis + column[:, None] * RANK + rank[None, :], mask=mask, other=0.0)
             total = tl.dot(u, directions, total, input_precision="tf32x3")
@@ -443,15 +443,15 @@ def columns_kernel(
         grad_row *= 16
     block = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1).to(tl.int64)
-    rank = tl.arange(16)
-    column = block * BLOCK + tl.arange(BLOCK)
+    rank = tl.arange(0, 16)
+    column = block * BLOCK + tl.arange(0, BLOCK)
     group = block // GROUP
     width = tl.minimum((cols - group * GROUP * BLOCK + GROUP - 1) // GROUP, BLOCK).to(tl.int32)
-    element = ((block - group * GROUP) * BLOCK).to(tl.int32) + tl.arange(BLOCK)
+    element = ((block - group * GROUP) * BLOCK).to(tl.int32) + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK, 16), dtype=tl.float32)
     first = chunk * tiles_each
     for tile in range(first, tl.minimum(first + tiles_each, (rows + ROWS - 1) // ROWS)):
-        row = tile * ROWS + tl.arange(ROWS)
+        row = tile * ROWS + tl.arange(0, ROWS)
         row_ok = row < rows
         present = row_ok[:, None] & (column < cols)[None, :]
         at = row * bytes_per_row + group * BLOCK
