@@ -25,6 +25,8 @@ PROGRAMS = 1024
 _STEP_TILE, _MOMENTUM_TILE = 1024, 2048
 """Elements of a program's tile; a power of two."""
 _INTERPRETED_TILE = 1 << 15
+_LEAST_EPS = 2.0**-62
+"""Below this eps could not be told from the root of the smallest stored second moment, 2^-63, in any case."""
 _DTYPES = (torch.float32, torch.bfloat16)
 _OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 """How Triton compiles: without copies of a loop's body for prefetching, for which the kernels have no registers."""
@@ -55,7 +57,7 @@ def status() -> str:
 def interpreted() -> bool:
     """Whether the kernels run in Triton's interpreter (TRITON_INTERPRET=1 when they were first used)."""
     module = _kernels()[0]
-    return module is not None and not hasattr(module.step_kernel, "cache_key")
+    return module is not None and type(module.step_kernel).__name__ == "InterpretedFunction"
 
 
 class on_cpu:
@@ -139,7 +141,7 @@ class TernaryCall:
             "beta2": beta2,
             "rest2": 1 - beta2,
             "bias": rule["bias"],
-            "eps": rule["eps"],
+            "eps": max(rule["eps"], _LEAST_EPS),
             "grad_scale": rule["grad_scale"],
             "BLOCK": block_size,
             "PLANES": 2 if "momentum_trits_2" in state else 1,
@@ -149,10 +151,9 @@ class TernaryCall:
             **_OPTIONS,
         }
         self._written = {
-            "lr": rule["lr"],
+            "rate": rule["lr"] / (1 - beta1),
             "decay": rule["decay"],
             "beta1": beta1,
-            "release": 1 / (1 - beta1),
             "STOCHASTIC": bool(rule["stochastic"]),
             "REMAINDER": "weight_remainder" in state,
         }

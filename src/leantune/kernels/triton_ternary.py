@@ -18,7 +18,8 @@ _FLOOR = tl.constexpr(2.0**-10)
 _TINY = tl.constexpr(2.0**-126)
 _TINY_BITS = tl.constexpr(0x00800000)
 _EMPTY = tl.constexpr(2.0**-124)
-_LEAST_DENOMINATOR = tl.constexpr(2.0**-62)
+_FLOOR_SHIFT = tl.constexpr(2.0**-18 - 0.5)
+_ROUNDER = tl.constexpr(12582912.0)
 _LARGEST_LEVEL = tl.constexpr((0x7F7F0000 - 8 * (1 << 23)) >> 16)
 _LEAST_RAISE = tl.constexpr(8)
 _FIRST_STEP = tl.constexpr(1.22)
@@ -172,9 +173,8 @@ def _inverse(value):
 def _rule(grad, momentum, variance, beta2, rest2, bias, rest1, eps):
     """(u, v) from g, u_prev and v_prev."""
     variance = variance * beta2 + rest2 * grad * grad
-    # The root is at least 2^-63: the bound on the denominator is felt by an eps below 2^-63 alone.
-    denominator = tl.maximum(_root(tl.maximum(variance * bias, _TINY)) + eps, _LEAST_DENOMINATOR)
-    return momentum + rest1 * (grad * _inverse(denominator) - momentum), variance
+    normalised = grad * _inverse(_root(variance * bias) + eps)
+    return momentum + rest1 * (normalised - momentum), variance
 
 
 @triton.jit
@@ -240,10 +240,13 @@ def _encode_variance(v, previous, previous_step, bits, count, present):
     step_bits = tl.where(empty, 0, _bf16_bits(tl.minimum(tl.maximum(step, 0.05), 8.0)))
     step = _of_bf16_bits(step_bits)
     inverse = tl.where(empty, 0.0, _inverse(tl.maximum(step, 0.01)) * (1.0 / _OCTAVE))
-    shift = ((upper << 16) - base).to(tl.float32)
-    position = tl.minimum(tl.maximum((offset - shift[:, None]) * inverse[:, None], -1.0), 1.0)
-    rounded = position + (bits & 0xFFFF).to(tl.int32).to(tl.float32) * (1.0 / 65536)
-    x = tl.where(rounded >= 1.0, 1.0, 0.0) - tl.where(rounded < 0.0, 1.0, 0.0)
+    # floor(position + uniform) as a rounding to nearest of that less a half: adding 1.5 2^23 leaves an integer. The
+    # 2^-18 is a quarter of the uniform's unit, and keeps integers from being ties.
+    shift = ((upper << 16) - base).to(tl.float32) * inverse - _FLOOR_SHIFT
+    position = offset * inverse[:, None] - shift[:, None]
+    position = tl.minimum(tl.maximum(position, _FLOOR_SHIFT - 1.0), _FLOOR_SHIFT + 1.0)
+    uniform = (bits & 0xFFFF).to(tl.int32).to(tl.float32)
+    x = (position + uniform * (1.0 / 65536) + _ROUNDER) - _ROUNDER
     reach = tl.maximum((upper << 16) + (step * _OCTAVE).to(tl.int32), _TINY_BITS).to(tl.float32, bitcast=True)
     kept = tl.sum(tl.minimum(v, reach[:, None]), axis=1)
     missing = (total.to(tl.int32, bitcast=True) - kept.to(tl.int32, bitcast=True) + (1 << 15)) >> 16
@@ -263,13 +266,13 @@ def _encode_momentum(residual, count):
 
 
 @triton.jit
-def _move(weight, remainder, offset, present, step, bits, decay, lr, STOCHASTIC: tl.constexpr, REMAINDER: tl.constexpr):
-    """w <- w decay - lr step, rounded into the weight's own format."""
+def _move(weight, remainder, offset, present, change, bits, decay, STOCHASTIC: tl.constexpr, REMAINDER: tl.constexpr):
+    """w <- w decay - change, rounded into the weight's own format."""
     stored = tl.load(weight + offset, mask=present, other=0.0).to(tl.float32)
     if REMAINDER:
         low = tl.load(remainder + offset, mask=present, other=0).to(tl.int32) << 8
         stored = (stored.to(tl.int32, bitcast=True) + low).to(tl.float32, bitcast=True)
-    moved = stored * decay - lr * step
+    moved = stored * decay - change
     pattern = moved.to(tl.uint32, bitcast=True)
     if REMAINDER:
         noise = ((bits >> 16) & 0xFF) if STOCHASTIC else 128
@@ -293,11 +296,14 @@ def step_kernel(
     grad, weight, remainder, momentum_trits, momentum_scale, momentum_trits_2, momentum_scale_2, variance_trits,
     variance_level, variance_step, carry_rows, carry_columns, new_rows, new_columns,
     rows: tl.int64, cols: tl.int64, grad_row: tl.int64, grad_column: tl.int64, bytes_per_row: tl.int64,
-    blocks_per_row: tl.int64, key: tl.int64, lr, decay, beta1, rest1, release, beta2, rest2, bias, eps, grad_scale,
+    blocks_per_row: tl.int64, key: tl.int64, rate, decay, beta1, rest1, beta2, rest2, bias, eps, grad_scale,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, PLANES: tl.constexpr, RANK: tl.constexpr, UNIT: tl.constexpr,
     ALIGNED: tl.constexpr, STOCHASTIC: tl.constexpr, REMAINDER: tl.constexpr,
 ):  # fmt: skip
-    """Decode, rule, encode, move the weights. Programs: groups of a row first, then rows, ROWS at a time."""
+    """Decode, rule, encode, move the weights. Programs: groups of a row first, then rows, ROWS at a time.
+
+    ``rate``: lr / (1 - beta1), by which u - beta1 u_q is lr times the step.
+    """
     if ALIGNED:
         cols *= 16
         grad_row *= 16
@@ -363,8 +369,8 @@ def step_kernel(
             decoded += part
         power *= 3.0
         offset = (row * cols)[:, None] + column[None, :]
-        step = (u - beta1 * decoded) * release
-        _move(weight, remainder, offset, present, step, bits, decay, lr, STOCHASTIC, REMAINDER)
+        change = rate * (u - beta1 * decoded)
+        _move(weight, remainder, offset, present, change, bits, decay, STOCHASTIC, REMAINDER)
     _store_by_block(variance_trits, at, row_ok, x_to, rest, width, BLOCK)
     _store_by_block(momentum_trits, at, row_ok, q_to, rest, width, BLOCK)
     if PLANES == 2:
