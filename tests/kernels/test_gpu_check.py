@@ -24,13 +24,15 @@ def rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_parts_about_models_run_and_write_rows(tmp_path: Path) -> None:
-    path = tmp_path / "rows.csv"
-    done = check("--rehearse", "--parts", "loss", "velora", "checkpoints", "--rows", str(path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    written = rows(path)
-    assert {row["part"] for row in written} == {"loss", "velora", "checkpoints"}
-    assert all(row["ok"] == "yes" and json.loads(row["figures"]) for row in written)
+@pytest.mark.parametrize("part", ["fused", "loss", "velora", "checkpoints", "memory"])
+def test_a_case_of_each_part_about_models_passes(part: str, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import gpu_check_models
+    from gpu_check_machine import Machine
+
+    case = next(iter(getattr(gpu_check_models, part)(Machine(torch.device("cpu"), small=True))))
+    good, figures = case.run()
+    assert good and json.loads(json.dumps(figures)) == figures
 
 
 @pytest.mark.slow
@@ -39,7 +41,9 @@ def test_the_whole_rehearsal_passes(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     done = check("--rehearse", "--seconds", "500", "--rows", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len({row["part"] for row in rows(path)}) == 9
+    written = rows(path)
+    assert len({row["part"] for row in written}) == 9
+    assert all(row["ok"] == "yes" and row["device"] and row["triton"] for row in written)
 
 
 @pytest.mark.slow

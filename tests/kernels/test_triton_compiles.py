@@ -21,7 +21,8 @@ POINTERS |= {name: "*bf16" for name in ("variance_step", "carry_rows", "carry_co
 def compile_for(capability, kernel, **constants):
     signature, values, known = {}, {}, {}
     for place, name in enumerate(kernel.arg_names):
-        absent = name == "remainder" and not constants.get("REMAINDER") or name.endswith("_2") and constants["PLANES"] == 1
+        absent = name == "remainder" and not constants.get("REMAINDER")
+        absent |= name.endswith("_2") and constants["PLANES"] == 1
         absent |= constants["RANK"] == 0 and name in ("carry_rows", "carry_columns", "new_rows", "new_columns")
         if name in constants or absent:
             signature[name], values[name] = "constexpr", constants.get(name)
@@ -36,9 +37,10 @@ def compile_for(capability, kernel, **constants):
     print(kernel.__name__, capability, len(made.asm["cubin"]), flush=True)
 
 common = dict(BLOCK=128, UNIT=True, ALIGNED=True)
+step = dict(ROWS=8, STOCHASTIC=True, **common)
 for capability in (80, 90):
-    compile_for(capability, triton_ternary.step_kernel, ROWS=8, PLANES=1, RANK=4, STOCHASTIC=True, REMAINDER=False, **common)
-    compile_for(capability, triton_ternary.step_kernel, ROWS=8, PLANES=2, RANK=0, STOCHASTIC=True, REMAINDER=True, **common)
+    compile_for(capability, triton_ternary.step_kernel, PLANES=1, RANK=4, REMAINDER=False, **step)
+    compile_for(capability, triton_ternary.step_kernel, PLANES=2, RANK=0, REMAINDER=True, **step)
     for kernel in (triton_ternary.product_kernel, triton_ternary.columns_kernel):
         compile_for(capability, kernel, ROWS=16, PLANES=1, RANK=4, **common)
 """
