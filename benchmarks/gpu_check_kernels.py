@@ -56,7 +56,7 @@ def tensors(param: nn.Parameter, optimizer: lt.TernaryAdamW) -> dict[str, Tensor
 # -- compile --------------------------------------------------------------------------------------------------------
 
 
-def compilation(machine: Machine) -> Iterator[Case]:
+def compile(machine: Machine) -> Iterator[Case]:
     """Seconds that a first step takes more than a second one, and that other shapes, rates and steps cost nothing."""
 
     def first() -> tuple[bool, dict[str, Any]]:

@@ -4,7 +4,7 @@ import contextlib
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,16 @@ class Machine:
     def kernels(self) -> contextlib.AbstractContextManager[Any]:
         """Within it the Triton kernels run: always on a GPU, in the interpreter on a CPU."""
         return contextlib.nullcontext() if self.cuda else gpu.on_cpu()
+
+    @contextlib.contextmanager
+    def fixed_order(self) -> Iterator[None]:
+        """Within it torch's own sums run in a fixed order, where they can; without filling fresh memory with NaN."""
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
 
     def synchronise(self) -> None:
         if self.cuda:

@@ -12,7 +12,6 @@ import torch
 from gpu_check_machine import Case, Machine
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import leantune as lt
 from leantune.activations.saved_bytes import SavedBytes
@@ -35,8 +34,10 @@ RULES = {
 }
 
 
-def tiny_llama(machine: Machine, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+def tiny_llama(machine: Machine, dtype: torch.dtype = torch.float32) -> Any:
     """Two layers, attention whose backward adds in a fixed order, the same weights every time."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     config = LlamaConfig(
         hidden_size=64,
         intermediate_size=160,
@@ -62,32 +63,39 @@ def fused(machine: Machine) -> Iterator[Case]:
     """Steps of a tiny Llama inside backward equal ordinary steps bit for bit."""
     for rule in RULES:
         for clip in ("none", "per_tensor", "global"):
-            yield Case(f"{rule}, clip {clip}", lambda rule=rule, clip=clip: _fused_or_not(machine, rule, clip))
+            yield Case(
+                f"{rule}, clip {clip}", lambda rule=rule, clip=clip: _fused_or_not(machine, rule, clip), "equal bits"
+            )
 
 
 def _fused_or_not(machine: Machine, rule: str, clip: str) -> tuple[bool, dict[str, Any]]:
-    ends, norms = [], []
-    for inside in (False, True):
-        model = tiny_llama(machine)
-        optimizer = RULES[rule](model.named_parameters())
-        handle = lt.FusedBackward(optimizer, model, clip, None if clip == "none" else 0.3) if inside else None
-        for number in range(2 if machine.small else 5):
-            loss = exact_loss(model, token_batch(machine, 320, 2, 24, number))
-            if handle is None:
-                norm = _ordinary_step(loss, model, optimizer, clip, 0.3)
-            else:
-                handle.backward(loss)
-                optimizer.step()
-                norm = handle.grad_norm
-        norms.append(norm)
-        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    with machine.fixed_order():
+        sides = [_few_steps(machine, rule, clip, inside) for inside in (False, True)]
+    ends, norms = [side[0] for side in sides], [side[1] for side in sides]
     apart = int((ends[0] != ends[1]).sum())
     return apart == 0 and bool(torch.isfinite(ends[0]).all()), {"weights apart": apart, "norms": norms}
 
 
-def _ordinary_step(loss: Tensor, model: nn.Module, optimizer: LeanOptimizer, clip: str, bound: float) -> float:
+def _few_steps(machine: Machine, rule: str, clip: str, inside: bool) -> tuple[Tensor, float]:
+    """(all weights, the last gradient norm) after a few steps, inside backward or after it."""
+    model = tiny_llama(machine)
+    optimizer = RULES[rule](model.named_parameters())
+    handle = lt.FusedBackward(optimizer, model, clip, None if clip == "none" else 0.3) if inside else None
+    norm = 0.0
+    for number in range(2 if machine.small else 5):
+        value = exact_loss(model, token_batch(machine, 320, 2, 24, number))
+        if handle is None:
+            norm = _ordinary_step(value, model, optimizer, clip, 0.3)
+        else:
+            handle.backward(value)
+            optimizer.step()
+            norm = handle.grad_norm
+    return torch.cat([p.detach().flatten() for p in model.parameters()]), norm
+
+
+def _ordinary_step(value: Tensor, model: nn.Module, optimizer: LeanOptimizer, clip: str, bound: float) -> float:
     optimizer.zero_grad()
-    loss.backward()
+    value.backward()
     params = [p for p in model.parameters() if p.grad is not None]
     norm = combined_norm(squared_norm(p.grad) for p in params)
     for param in params:
@@ -193,7 +201,12 @@ def _projected(machine: Machine, features: int, groups: int, dtype: torch.dtype)
 
 def checkpoints(machine: Machine) -> Iterator[Case]:
     """A run saved on this device goes on on the CPU, and back."""
-    yield Case("saved here, loaded on the CPU and back", lambda: _there_and_back(machine), "equal bits back here")
+    yield Case("saved here, loaded on the CPU and back", lambda: _in_order(machine), "equal bits back here")
+
+
+def _in_order(machine: Machine) -> tuple[bool, dict[str, Any]]:
+    with machine.fixed_order():
+        return _there_and_back(machine)
 
 
 def _there_and_back(machine: Machine) -> tuple[bool, dict[str, Any]]:
@@ -297,8 +310,10 @@ def _planned_and_measured(
     return machine.small or abs(figures["measured"] / plan.total - 1) <= 0.05, figures
 
 
-def _random_llama(machine: Machine, checkpointing: bool) -> LlamaForCausalLM:
+def _random_llama(machine: Machine, checkpointing: bool) -> Any:
     """The shape of Llama 3.2 1B (1.24 billion parameters, tied head), bf16, allocated once."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     small = machine.small
     config = LlamaConfig(
         hidden_size=64 if small else 2048,

@@ -46,14 +46,57 @@ for capability in (80, 90):
 """
 
 
+def run_script(folder: Path, text: str) -> list[str]:
+    """The lines a script prints in a process where Triton compiles."""
+    script = folder / "script.py"
+    script.write_text(text)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    source = str(Path(__file__).resolve().parents[2] / "src")
+    environment |= {"TRITON_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": os.pathsep.join([source, *sys.path[1:]])}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
 @pytest.mark.slow
 def test_kernels_compile_for_cuda_without_a_gpu(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    script = tmp_path / "compile_kernels.py"
-    script.write_text(SCRIPT)
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    source = str(Path(__file__).resolve().parents[2] / "src")
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join([source, *sys.path[1:]])}
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert len(done.stdout.splitlines()) == 8
+    assert len(run_script(tmp_path, SCRIPT)) == 8
+
+
+BIND = """
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver, jit
+import leantune as lt
+from leantune.kernels import gpu, triton_ternary
+
+class Pretend:  # a CUDA driver that compiles and never launches
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device=None): return 0
+    def get_device_interface(self): return torch.cuda
+
+driver.set_active(Pretend())
+run = jit.JITFunction.run
+jit.JITFunction.run = lambda self, *args, grid, warmup, **rest: run(self, *args, grid=grid, warmup=True, **rest)
+gpu.takes = lambda *_: True
+torch.empty = torch.zeros  # results that no kernel writes here are read
+
+for shape, lr in (((256, 4096), 1e-3), ((1024, 4096), 1.0), ((64, 14336), 16), ((300, 576), 1e-5), ((32, 640), 2.0)):
+    param = torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16))
+    optimizer = lt.TernaryAdamW([param], lr=lr)
+    for step in range(3):
+        optimizer.param_groups[0]["lr"] = lr * (step + 1)
+        param.grad = torch.zeros_like(param)
+        optimizer.step()
+for kernel in (triton_ternary.step_kernel, triton_ternary.product_kernel, triton_ternary.columns_kernel):
+    print(kernel.__name__, len(kernel.device_caches[0][0]))
+"""
+
+
+@pytest.mark.slow
+def test_o8_o9_one_compiled_kernel_for_all_shapes_rates_and_steps(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    lines = run_script(tmp_path, BIND)
+    assert lines == ["step_kernel 1", "product_kernel 1", "columns_kernel 1"]
