@@ -83,7 +83,7 @@ jit.JITFunction.run = lambda self, *args, grid, warmup, **rest: run(self, *args,
 gpu.takes = lambda *_: True
 torch.empty = torch.zeros  # results that no kernel writes here are read
 
-for shape, lr in (((256, 4096), 1e-3), ((1024, 4096), 1.0), ((64, 14336), 16), ((300, 576), 1e-5), ((32, 640), 2.0)):
+for shape, lr in (((256, 4096), 1e-3), ((1024, 4096), 1.0), ((64, 14336), 16), ((300, 576), 1e-5), ((64, 640), 2.0)):
     param = torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16))
     optimizer = lt.TernaryAdamW([param], lr=lr)
     for step in range(3):

@@ -98,7 +98,7 @@ def _load_by_block(trits, at, row_ok, count, width, BLOCK: tl.constexpr):
     """The trits of a group of ``count`` elements "by block", int32 (rows, BLOCK); digit 1 where absent."""
     j = tl.arange(0, BLOCK)
     packed = tl.zeros((at.shape[0], BLOCK), dtype=tl.int32)
-    if width == BLOCK:
+    if count == GROUP * BLOCK:
         whole = row_ok[:, None] & (j < BLOCK)[None, :]
         packed += tl.load(trits + at[:, None] + j[None, :], mask=whole, other=121).to(tl.int32)
     else:
@@ -116,7 +116,7 @@ def _store_by_block(trits, at, row_ok, sums, count, width, BLOCK: tl.constexpr):
     """Write trits "by block", given as fp32 sums of trit 3^block (rows, BLOCK), as the group's bytes."""
     j = tl.arange(0, BLOCK)
     packed = sums.to(tl.int32) + 121
-    if width != BLOCK:
+    if count != GROUP * BLOCK:
         stored = tl.zeros_like(packed)
         power = 1
         for digit in range(5):
