@@ -1,8 +1,14 @@
 """What several test files share: a tiny Llama with a real tokenizer, saved once a session."""
 
+import os
 import warnings
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Before anything imports Triton: tests/kernels/test_triton.py runs its kernels in the interpreter.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 _LINES = [
     "What is the capital of France? Paris is the capital of France.",

@@ -71,6 +71,11 @@ def _load() -> tuple[Any, str]:
 _enabled = True
 
 
+def enabled() -> bool:
+    """False within :class:`reference_rule`; the GPU's kernels heed it too."""
+    return _enabled
+
+
 def status() -> str:
     """What updates ternary states on the CPU: "native (avx2)", or the plain rule and why."""
     library, note = _load()

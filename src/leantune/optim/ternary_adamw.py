@@ -25,7 +25,7 @@ from leantune.codec.ternary_state import TernaryState, tensor_specs
 from leantune.codec.tiles import TILE_ELEMENTS, BlockGrid, Tile, matrix_shape, tiles
 from leantune.codec.trits import TRITS_PER_BYTE
 from leantune.errors import InvalidArgumentError
-from leantune.kernels import native
+from leantune.kernels import gpu, native
 from leantune.optim.base import LeanOptimizer, check_betas, check_common
 from leantune.optim.report import StateLayout
 from leantune.optim.row_shard import RowShard
@@ -153,8 +153,11 @@ class TernaryAdamW(LeanOptimizer):
         step = _Step(group, int(state["step"]), grad_scale, key, shard)
         if "momentum_trits" in state:
             stored = TernaryState(state, group["block_size"])
-            if native.takes(weight.matrix, grad, group["block_size"]):
-                step.native(weight, grad, state, stored)
+            rank = state["carry_rows"].shape[1] if stored.has_carry else 0
+            if gpu.takes(weight.matrix, grad, group["block_size"], rank):
+                step.compiled(gpu.TernaryCall, weight, grad, state, stored)
+            elif native.takes(weight.matrix, grad, group["block_size"]):
+                step.compiled(native.TernaryCall, weight, grad, state, stored)
             else:
                 step.ternary(weight, grad, stored)
         else:
@@ -208,9 +211,17 @@ class _Step:
         if carry is not None:
             state.write_carry(carry)
 
-    def native(self, weight: WeightMatrix, grad: Tensor, tensors: dict[str, Any], state: TernaryState) -> None:
-        """The same as :meth:`ternary`, in the CPU kernel, which takes the state's ``tensors`` as they are."""
-        call = native.TernaryCall(
+    def compiled(
+        self,
+        kernel: type[native.TernaryCall] | type[gpu.TernaryCall],
+        weight: WeightMatrix,
+        grad: Tensor,
+        tensors: dict[str, Any],
+        state: TernaryState,
+    ) -> None:
+        """The same as :meth:`ternary`, in the kernel of this device, which takes the state's ``tensors`` as they
+        are."""
+        call = kernel(
             weight.matrix,
             grad,
             tensors,

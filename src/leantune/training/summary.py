@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from leantune.kernels import native
+from leantune.kernels import gpu, native
 from leantune.memory import LABELS, Plan, format_bytes
 from leantune.optim.base import LeanOptimizer
 from leantune.optim.ternary_adamw import TernaryAdamW
@@ -37,8 +37,8 @@ def header(
     table.add_row(
         "optimizer", f"{config.optim}, lr {config.rate:g}, weight decay {config.weight_decay:g} (matrices only)"
     )
-    if isinstance(optimizer, TernaryAdamW) and trainer.args.device.type == "cpu":
-        table.add_row("update", native.status())
+    if isinstance(optimizer, TernaryAdamW):
+        table.add_row("update", native.status() if trainer.args.device.type == "cpu" else gpu.status())
     if config.fused:
         bound = config.max_grad_norm or 1.0
         clip = {"per_tensor": f"per tensor at norm {bound:g}", "global": f"global norm {bound:g}, exact, two backwards"}

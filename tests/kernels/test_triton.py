@@ -1,0 +1,217 @@
+"""The Triton kernels of TernaryAdamW decide as the plain torch rule does, on a GPU or in Triton's interpreter."""
+
+import contextlib
+import sys
+
+import pytest
+import torch
+
+import leantune as lt
+from leantune.codec.ternary_state import TernaryState
+from leantune.codec.tiles import BlockGrid, Tile
+from leantune.codec.trits import unpack_trits
+from leantune.kernels import gpu, native
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+runs = pytest.mark.skipif(
+    not (gpu.status().startswith("triton") and (DEVICE == "cuda" or gpu.interpreted())),
+    reason=f"the Triton kernels cannot run here: {gpu.status()}, device {DEVICE}, interpreter {gpu.interpreted()}",
+)
+LR = 1e-3
+BF16, FP32 = torch.bfloat16, torch.float32
+# One case a kind of tail, dtype, rank, plane count and rounding: the interpreter takes a second for each.
+CASES = {
+    "defaults": ((40, 300), BF16, BF16, {}),
+    "one full group, fp32": ((24, 640), FP32, FP32, {"carry_rank": 1}),
+    "two groups, no carry": ((9, 641), BF16, FP32, {"carry_rank": 0}),
+    "one row, two planes": ((1, 1281), BF16, BF16, {"momentum_planes": 2, "carry_rank": 0}),
+    "16 columns, 24 bits": ((50, 16), BF16, BF16, {"master_bits": 24}),
+    "129 columns, nearest": ((33, 129), BF16, FP32, {"rounding": "nearest", "momentum_planes": 2, "carry_rank": 3}),
+    "as many bytes as a full group, two trits fewer": (
+        (24, 78),
+        BF16,
+        BF16,
+        {"block_size": 16, "carry_rank": 2, "momentum_planes": 2},
+    ),
+    "24 bits nearest, blocks of 32": (
+        (20, 170),
+        BF16,
+        BF16,
+        {"master_bits": 24, "rounding": "nearest", "block_size": 32, "carry_rank": 0},
+    ),
+}
+
+
+def forced() -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if DEVICE == "cuda" else gpu.on_cpu()
+
+
+def tensors(param: torch.nn.Parameter, optimizer: lt.TernaryAdamW) -> dict[str, torch.Tensor]:
+    return {"weight": param.detach(), **optimizer.state[param]}
+
+
+def both_ways(
+    shape: tuple[int, int], dtype: torch.dtype, grad_dtype: torch.dtype, steps: int = 3, **options: object
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """(by the kernels, by the plain rule) after one step from equal state, ``steps`` steps into training."""
+    generator = torch.Generator().manual_seed(7)
+    param = torch.nn.Parameter((torch.randn(shape, generator=generator) * 0.02).to(DEVICE, dtype))
+    optimizer = lt.TernaryAdamW([param], lr=LR, **options)
+    steady = torch.randn(shape, generator=generator) * torch.rand(shape[1], generator=generator)
+    steady[:, : shape[1] // 3] *= torch.rand((shape[0], shape[1] // 3), generator=generator) > 0.9
+    param.grad_dtype = grad_dtype  # torch refuses a gradient of another dtype otherwise
+    with native.reference_rule():
+        for step in range(steps + 1):
+            noise = torch.randn(shape, generator=generator) * 0.3
+            param.grad = ((noise + 1) * steady).to(DEVICE, grad_dtype)
+            if step < steps:
+                optimizer.step()
+        start = {name: value.clone() for name, value in tensors(param, optimizer).items()}
+        optimizer.step()
+    theirs = {name: value.clone() for name, value in tensors(param, optimizer).items()}
+    with torch.no_grad():
+        for name, value in tensors(param, optimizer).items():
+            value.copy_(start.get(name, torch.zeros_like(value)))
+    with forced():
+        assert gpu.takes(param.detach(), param.grad, int(options.get("block_size", 128)), 0)
+        optimizer.step()
+    return tensors(param, optimizer), theirs
+
+
+def compare(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], block: int) -> None:
+    weight = theirs["weight"]
+    differing = 0.0
+    for name in mine:
+        if name.endswith(("trits", "trits_2")):
+            one, other = (unpack_trits(side[name], weight.shape[1], block) for side in (mine, theirs))
+            apart = one != other
+            # A trit differs where a value sits within rounding of a threshold; in a small matrix one may.
+            assert apart.sum() <= max(1.0, 1e-4 * weight.numel()), name
+            assert (mine[name] != theirs[name]).sum() <= apart.sum(), f"{name}: absent trits"
+            differing += apart.sum().item()
+        elif name.endswith(("scale", "scale_2", "step")) or name.startswith("carry"):
+            # bfloat16, rounded from sums in another order: one unit in the last place.
+            torch.testing.assert_close(mine[name].float(), theirs[name].float(), rtol=2**-7, atol=1e-5)
+    levels = (mine["variance_level"].view(torch.int16).int() - theirs["variance_level"].view(torch.int16).int()).abs()
+    assert levels.max() <= 1
+    # A scale or a carry one unit (2^-8) away moves a weight by a small part of lr; a trit that differs, by several lr.
+    distance = (mine["weight"].float() - weight.float()).abs()
+    assert (distance > 2**-7 * weight.float().abs() + 0.5 * LR).sum() <= round(differing)
+
+
+@runs
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_one_step_from_equal_state_equals_the_reference(case) -> None:
+    shape, dtype, grad_dtype, options = case
+    compare(*both_ways(shape, dtype, grad_dtype, **options), int(options.get("block_size", 128)))
+
+
+@runs
+def test_the_first_step_equals_the_reference() -> None:
+    compare(*both_ways((40, 140), BF16, BF16, steps=0, carry_rank=2), 128)
+
+
+@runs
+def test_empty_blocks_and_transposed_gradients() -> None:
+    """A block without gradients stays all zero, whatever the gradient's strides."""
+    grad = torch.randn((300, 24), generator=torch.Generator().manual_seed(1))
+    grad[128:256] = 0
+    ends = []
+    for layout, tool in ((grad.t(), forced()), (grad.t(), native.reference_rule())):
+        param = torch.nn.Parameter(torch.zeros((24, 300), device=DEVICE))
+        optimizer = lt.TernaryAdamW([param], lr=LR, carry_rank=0)
+        param.grad = layout.to(DEVICE)
+        with tool:
+            optimizer.step()
+        ends.append(tensors(param, optimizer))
+    compare(ends[0], ends[1], 128)
+    state = ends[0]
+    for name in ("variance_level", "variance_step", "momentum_scale"):
+        assert (state[name][:, 1] == 0).all() and (state[name][:, [0, 2]] != 0).all()
+    assert (unpack_trits(state["variance_trits"], 300, 128)[:, 128:256] == 0).all()
+    assert (state["weight"][:, 128:256] == 0).all()
+
+
+@runs
+def test_sum_rule() -> None:
+    """sum(step) = sum(n) - beta1 / (1 - beta1) u_q, from the kernels' own states and fp32 weights."""
+    shape, block, rank, steps, lr = (40, 70), 64, 2, 4, 2.0**-10
+    param = torch.nn.Parameter(torch.zeros(shape, device=DEVICE))
+    optimizer = lt.TernaryAdamW([param], lr=lr, carry_rank=rank, weight_decay=0.0, block_size=block)
+    grid, tile = BlockGrid(shape[1], block, param.device), Tile(0, shape[0], 0, shape[1])
+    generator = torch.Generator().manual_seed(3)
+    total = torch.zeros(shape, dtype=torch.float64, device=DEVICE)
+    for number in range(1, steps + 1):
+        grad = torch.randn(shape, generator=generator).to(DEVICE)
+        v = torch.zeros(shape, device=DEVICE)
+        if optimizer.state[param]:
+            v = grid.join(TernaryState(optimizer.state[param], block).variance(tile, grid)[0])
+        v = v.mul(0.999).addcmul_(grad, grad, value=0.001).double()
+        total += grad.double() / ((v / (1 - 0.999**number)).sqrt() + 1e-8)
+        param.grad = grad
+        with forced():
+            optimizer.step()
+    assert "carry_rows" in optimizer.state[param]
+    decoded = grid.join(TernaryState(optimizer.state[param], block).momentum(tile, grid)).double()
+    released = -param.detach().double() / lr
+    assert (released - (total - 9 * decoded)).abs().max() / total.abs().max() < 1e-5
+
+
+@runs
+def test_version_counters_notice_the_kernel() -> None:
+    param = torch.nn.Parameter(torch.zeros((2, 16), device=DEVICE))
+    optimizer = lt.TernaryAdamW([param], lr=LR)
+    param.grad = torch.ones_like(param)
+    before = param._version
+    with forced():
+        optimizer.step()
+    assert param._version > before and optimizer.state[param]["momentum_trits"]._version > 0
+
+
+@runs
+def test_what_the_kernels_do_not_take_runs_elsewhere() -> None:
+    weight = torch.zeros((8, 128), device=DEVICE)
+    with forced():
+        assert gpu.takes(weight, weight, 128, 16)
+        assert not gpu.takes(weight, weight, 128, 17)
+        assert not gpu.takes(weight.half(), weight, 128, 0)
+        assert not gpu.takes(weight, weight.half(), 128, 0)
+        assert not gpu.takes(weight, weight, 24, 0)
+        assert not gpu.takes(weight, weight, 512, 0)
+        with native.reference_rule():
+            assert not gpu.takes(weight, weight, 128, 0)
+            assert "plain torch" in gpu.status()
+    assert not gpu.takes(weight.cpu(), weight.cpu(), 128, 0)
+
+
+def test_a_missing_triton_is_said_and_does_not_stop_training(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    gpu._kernels.cache_clear()
+    try:
+        assert "cannot be imported" in gpu.status() and "plain torch" in gpu.status()
+        assert not gpu.interpreted()
+        with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"), gpu.on_cpu():
+            pass
+        param = torch.nn.Parameter(torch.zeros((8, 128), device=DEVICE))
+        optimizer = lt.TernaryAdamW([param])
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        assert (param != 0).all()
+    finally:
+        gpu._kernels.cache_clear()
+
+
+def test_offsets_and_shares_hold_beyond_2_to_the_31() -> None:
+    """Shares cover everything, within their bounds; the kernels' sizes are 64-bit whatever their value."""
+    for items, wanted, allowed in ((7, 1024, 40), (112, 9, 4), (1, 5, 0), (100_000, 1024, 1024)):
+        each, shares = gpu._shares(items, wanted, allowed)
+        assert each * shares >= items and each * (shares - 1) < items
+        assert shares <= max(1, min(items, wanted, allowed))
+    if not gpu.status().startswith("triton"):
+        pytest.skip(gpu.status())
+    from leantune.kernels import triton_ternary
+
+    for kernel in (triton_ternary.step_kernel, triton_ternary.product_kernel, triton_ternary.columns_kernel):
+        notes = kernel.fn.__annotations__
+        sizes = [name for name in triton_ternary.RUNTIME if name in notes]
+        assert len(sizes) >= 6 and all(str(notes[name]) == "int64" for name in sizes)
