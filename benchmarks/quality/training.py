@@ -17,8 +17,8 @@ COLUMNS = (
     "task", "batch", "method", "lr", "steps", "stage", "validation_loss", "accuracy", "state_bytes_per_parameter",
     "threads", "seconds", "cpu_seconds", "first_step_seconds", "evaluation_seconds", "correct",
 )  # fmt: skip
-"""``cpu_seconds``: the process's own without the evaluation: those of the steps after the first, in which torchao compiles,
-scaled to all steps. ``correct``: whether each held-out example was right, as `to_hex` writes it."""
+"""``cpu_seconds``: the process's own, without the evaluation; measured on the steps after the first, in which torchao
+compiles, and scaled to all. ``correct``: whether each held-out example was right, as `to_hex` writes it."""
 
 
 @dataclass(frozen=True)
