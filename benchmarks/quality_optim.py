@@ -108,12 +108,20 @@ class Benchmark:
         self.study.seeds(task, cell, method, best, seeds)
 
     def rehearse(self, steps: int) -> None:
-        """Every method on every cell for a few steps, seed 0."""
+        """Every method on every cell for a few steps, seed 0; one is judged, for the time it takes."""
         for cell in self.cells:
             task = self.task(cell)
             for method in [name for name in self.methods if task is not None and name in wanted(cell)]:
                 short = Cell(cell.task, cell.batch, steps, cell.power)
-                self.study.ensure(task, short, method, rate(cell.power + METHODS[method].offset), 0, "rehearsal")
+                self.study.ensure(
+                    task,
+                    short,
+                    method,
+                    rate(cell.power + METHODS[method].offset),
+                    0,
+                    "rehearsal",
+                    judge=method == "adamw",
+                )
 
 
 def wanted(cell: Cell) -> list[str]:
@@ -136,11 +144,13 @@ def plan(rows: ResultRows, cells: list[Cell], methods: list[str]) -> None:
     print(f"{'task':11} {'batch':>5} {'steps':>5} {'runs':>5} {'AdamW s':>8} {'median':>7} {'most':>6} {'hours':>6}")
     for cell in cells:
         seconds: dict[str, float] = {}
+        evaluation = 0.0
         for method in [name for name in wanted(cell) if name in methods]:
             found = rows.find(task=cell.task, batch=cell.batch, method=method, stage="rehearsal")
             if found:
                 step = statistics.median(float(row["cpu_seconds"]) / int(row["steps"]) for row in found)
-                seconds[method] = step * cell.steps + float(found[-1]["evaluation_seconds"] or 0)
+                evaluation = float(found[-1]["evaluation_seconds"] or evaluation)
+                seconds[method] = step * cell.steps + evaluation
         hours = sum(seconds[method] * runs_of(cell, method) for method in seconds) / 3600
         total += hours
         if seconds:

@@ -1,11 +1,11 @@
 """What decides the quality of the ternary optimizer: one setting changed at a time.
 
     python benchmarks/ternary_ablation.py --data FOLDER [--only llama] [--arms base,rank-0] [--threads 1]
-    python benchmarks/ternary_ablation.py --data FOLDER --arms rank-8 --seeds 3     # seeds for arms that look better
+    python benchmarks/ternary_ablation.py --data FOLDER --arms rank-8 --seeds 3   # seeds for arms that look better
     python benchmarks/ternary_ablation.py --summary
 
-Arms change ``TernaryAdamW``'s defaults (one momentum plane, carry of rank 4, blocks of 128, beta2 .999): the rank of the
-carry, the block, the planes, beta2, exact states for embeddings, and, where weights are bf16, how they are rounded.
+Arms change ``TernaryAdamW``'s defaults (one momentum plane, carry of rank 4, blocks of 128, beta2 .999): the carry's
+rank, the block, the planes, beta2, exact states for embeddings, and, where weights are bf16, how they are rounded.
 Tasks and runs are those of quality_optim.py, which says what FOLDER holds: small matrices from scratch (characters,
 llama) and real width (smollm-cut, 576), each at a small and a large batch. The rate of each arm is searched with seed
 0, beginning at the base's best; AdamW's rows are there for scale. One row a run in results/ternary_ablation.csv.

@@ -18,12 +18,14 @@ class Study:
     def __init__(self, rows: ResultRows, builds: dict[str, Build]) -> None:
         self.rows, self.builds = rows, builds
 
-    def ensure(self, task: Task, cell: Cell, method: str, lr: float, seed: int, stage: str) -> dict[str, str]:
+    def ensure(
+        self, task: Task, cell: Cell, method: str, lr: float, seed: int, stage: str, judge: bool = True
+    ) -> dict[str, str]:
         """The row of this run, run now if it is not there."""
         found = self.rows.find(task=cell.task, batch=cell.batch, steps=cell.steps, method=method, lr=lr, seed=seed)
         if found:
             return found[0]
-        result = train(task, cell, self.builds[method], lr, seed)
+        result = train(task, cell, self.builds[method], lr, seed, judge)
         row = self.rows.append(
             seed=seed,
             task=cell.task,

@@ -50,8 +50,11 @@ def rate_factor(number: int, steps: int) -> float:
     return 1.0 - (1.0 - FINAL_SHARE) * (number - warmup) / max(1, steps - warmup)
 
 
-def train(task: Task, cell: Cell, build: Build, lr: float, seed: int) -> dict[str, Any]:
-    """Trains once and judges. A loss or gradient that is not finite ends the run with a loss of infinity."""
+def train(task: Task, cell: Cell, build: Build, lr: float, seed: int, judge: bool = True) -> dict[str, Any]:
+    """Trains once and judges (rehearsals need not).
+
+    A loss or gradient that is not finite ends the run with a loss of infinity.
+    """
     start = time.perf_counter()
     model = task.model(seed)
     optimizer = build(model, lr, task.weights, seed)
@@ -74,13 +77,13 @@ def train(task: Task, cell: Cell, build: Build, lr: float, seed: int) -> dict[st
     per_step = (later[-1] - marks[-len(later) - 1]) / len(later)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     row: dict[str, Any] = {
-        "validation_loss": float("inf"),
+        "validation_loss": float("inf") if judge else float("nan"),
         "state_bytes_per_parameter": state_bytes(optimizer) / parameters,
         "threads": torch.get_num_threads(),
         "cpu_seconds": per_step * cell.steps,
         "first_step_seconds": marks[1] - marks[0],
     }
-    if finite:
+    if finite and judge:
         model.eval()
         before = time.process_time()
         judged = task.evaluate(model)
