@@ -139,7 +139,10 @@ def runs_of(cell: Cell, method: str) -> float:
 
 
 def plan(rows: ResultRows, cells: list[Cell], methods: list[str]) -> None:
-    """Core hours of the whole from a rehearsal's rows: its seconds a step at the cell's steps, plus its evaluation."""
+    """Core hours of the whole from a rehearsal's rows: its seconds a step at the cell's steps, plus its evaluation.
+
+    A method that was not rehearsed on a cell counts as much as the slowest that was, and is named.
+    """
     total = 0.0
     print(f"{'task':11} {'batch':>5} {'steps':>5} {'runs':>5} {'AdamW s':>8} {'median':>7} {'most':>6} {'hours':>6}")
     for cell in cells:
@@ -151,6 +154,9 @@ def plan(rows: ResultRows, cells: list[Cell], methods: list[str]) -> None:
                 step = statistics.median(float(row["cpu_seconds"]) / int(row["steps"]) for row in found)
                 evaluation = float(found[-1]["evaluation_seconds"] or evaluation)
                 seconds[method] = step * cell.steps + evaluation
+        missing = [name for name in wanted(cell) if name in methods and name not in seconds]
+        if seconds:
+            seconds |= dict.fromkeys(missing, max(seconds.values()))
         hours = sum(seconds[method] * runs_of(cell, method) for method in seconds) / 3600
         total += hours
         if seconds:
@@ -158,6 +164,7 @@ def plan(rows: ResultRows, cells: list[Cell], methods: list[str]) -> None:
                 f"{cell.task:11} {cell.batch:5} {cell.steps:5} {sum(runs_of(cell, method) for method in seconds):5.0f} "
                 f"{seconds.get('adamw', float('nan')):8.0f} {statistics.median(seconds.values()):7.0f} "
                 f"{max(seconds.values()):6.0f} {hours:6.2f}"
+                + (f"  not rehearsed: {', '.join(missing)}" if missing else "")
             )
     print(f"in all {total:.1f} core hours of one-thread runs")
 

@@ -18,13 +18,24 @@ TRAINED = 1000
 MAX_LENGTH = 64
 
 
+COSINE_SLOPE, COSINE_BIAS = 3.0, -1.94
+"""A logistic regression on the cosine of the untuned model's embeddings (300 pairs of the training part)."""
+
+
 class PairModel(nn.Module):
-    """The encoder reads both sentences in one go; a linear head reads the mean of its outputs."""
+    """Each sentence becomes the encoder's mean output, of length 1; a linear head reads the product of the two.
+
+    The head begins as the cosine, which is right for 62 % of pairs: a head of random weights on 1,000 pairs of RTE stays
+    near chance for epochs, with either form of encoding (55 % after 640 pairs, 53 % after 1,280), and would rank noise.
+    """
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModel
+        from transformers.utils import logging
 
         super().__init__()
+        level = logging.get_verbosity()
+        logging.set_verbosity_error()
         self.encoder = AutoModel.from_pretrained(
             folder,
             dtype=torch.float32,
@@ -32,12 +43,20 @@ class PairModel(nn.Module):
             hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
         )
+        logging.set_verbosity(level)
         self.head = nn.Linear(self.encoder.config.hidden_size, 2)
+        with torch.no_grad():
+            for row, sign in enumerate((-0.5, 0.5)):
+                self.head.weight[row] = sign * COSINE_SLOPE
+                self.head.bias[row] = sign * COSINE_BIAS
 
-    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+    def forward(self, premises: dict[str, Tensor], hypotheses: dict[str, Tensor]) -> Tensor:
+        return self.head(self.embedding(premises) * self.embedding(hypotheses))
+
+    def embedding(self, inputs: dict[str, Tensor]) -> Tensor:
         outputs = self.encoder(**inputs).last_hidden_state
         mask = inputs["attention_mask"].unsqueeze(-1)
-        return self.head((outputs * mask).sum(1) / mask.sum(1))
+        return functional.normalize((outputs * mask).sum(1), dim=1)
 
 
 class SentencePairTask(Task):
@@ -57,36 +76,36 @@ class SentencePairTask(Task):
             rows += [line.split("\t") for line in lines]
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
         rows = [rows[place] for place in order]
-        encoded = self.tokenizer(
-            [row[1] for row in rows], [row[2] for row in rows], truncation="longest_first", max_length=MAX_LENGTH
+        self.premises, self.hypotheses = (
+            [self.tokenizer(row[column], truncation=True, max_length=MAX_LENGTH) for row in rows] for column in (1, 2)
         )
-        self.examples = [{key: encoded[key][place] for key in encoded} for place in range(len(rows))]
         self.labels = torch.tensor([row[3] == "entailment" for row in rows]).long()
-        # Held-out pairs by length: a batch of equals needs no padding.
-        self.held_out = sorted(range(TRAINED, len(rows)), key=lambda place: len(self.examples[place]["input_ids"]))
+        # Held-out pairs by length: a batch of equals needs little padding.
+        self.held_out = sorted(range(TRAINED, len(rows)), key=lambda place: len(self.premises[place]["input_ids"]))
 
     def model(self, seed: int) -> nn.Module:
         torch.manual_seed(seed)
         return PairModel(self.folder)
 
-    def batch(self, size: int, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
-        return self._collate(torch.randperm(TRAINED, generator=generator)[:size].tolist())
+    def batch(self, size: int, generator: torch.Generator) -> list[int]:
+        return torch.randperm(TRAINED, generator=generator)[:size].tolist()
 
-    def loss(self, model: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
-        inputs, labels = batch
-        return functional.cross_entropy(model(inputs), labels)
+    def loss(self, model: nn.Module, batch: list[int]) -> Tensor:
+        return functional.cross_entropy(self._logits(model, batch), self.labels[batch])
 
     def evaluate(self, model: nn.Module) -> Evaluation:
-        total, correct = 0.0, torch.zeros(len(self.examples), dtype=torch.bool)
+        total, correct = 0.0, torch.zeros(len(self.labels), dtype=torch.bool)
         with torch.no_grad():
             for first in range(0, len(self.held_out), 64):
                 places = self.held_out[first : first + 64]
-                inputs, labels = self._collate(places)
-                logits = model(inputs)
-                total += functional.cross_entropy(logits, labels, reduction="sum").item()
-                correct[places] = logits.argmax(dim=1) == labels
+                logits = self._logits(model, places)
+                total += functional.cross_entropy(logits, self.labels[places], reduction="sum").item()
+                correct[places] = logits.argmax(dim=1) == self.labels[places]
         return Evaluation(total / len(self.held_out), correct[TRAINED:])
 
-    def _collate(self, places: list[int]) -> tuple[dict[str, Tensor], Tensor]:
-        inputs = self.tokenizer.pad([self.examples[place] for place in places], return_tensors="pt")
-        return dict(inputs), self.labels[places]
+    def _logits(self, model: nn.Module, places: list[int]) -> Tensor:
+        padded = (
+            dict(self.tokenizer.pad([sentences[place] for place in places], return_tensors="pt"))
+            for sentences in (self.premises, self.hypotheses)
+        )
+        return model(*padded)
