@@ -7,8 +7,8 @@
 
 Tasks, each at two batch sizes at least four times apart:
   characters    0.8 M-parameter character model from scratch, Tiny Shakespeare
-  llama         1.6 M-parameter Llama from scratch, subword text (Tiny Shakespeare and GSM8K)
-  mixture       1.9 M-parameter Qwen3-MoE from scratch, the same text, 3-D expert weights
+  llama         1.4 M-parameter Llama from scratch, subword text (Tiny Shakespeare and GSM8K)
+  mixture       1.8 M-parameter Qwen3-MoE from scratch, the same text, 3-D expert weights
   rte           MiniLM encoder (22 M) fine-tuned on RTE: 1,000 pairs to train on, 1,767 held out
   smollm-cut    4 layers of SmolLM2-135M (19 M), bf16 weights, on GSM8K text
   smollm        SmolLM2-135M itself: AdamW and ternary searched around the cut's rates, two seeds; peers once at AdamW's
@@ -40,10 +40,10 @@ from rows import ResultRows
 CELLS = (
     Cell("characters", batch=16, steps=300, power=2),
     Cell("characters", batch=64, steps=120, power=3),
-    Cell("llama", batch=8, steps=200, power=2),
-    Cell("llama", batch=32, steps=100, power=2),
-    Cell("mixture", batch=8, steps=200, power=2),
-    Cell("mixture", batch=32, steps=100, power=2),
+    Cell("llama", batch=12, steps=240, power=2),
+    Cell("llama", batch=48, steps=90, power=2),
+    Cell("mixture", batch=12, steps=250, power=3),
+    Cell("mixture", batch=48, steps=100, power=3),
     Cell("rte", batch=8, steps=60, power=-3),
     Cell("rte", batch=32, steps=15, power=-3),
     Cell("smollm-cut", batch=2, steps=40, power=-1),
