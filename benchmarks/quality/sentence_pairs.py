@@ -25,8 +25,8 @@ COSINE_SLOPE, COSINE_BIAS = 3.0, -1.94
 class PairModel(nn.Module):
     """Each sentence becomes the encoder's mean output, of length 1; a linear head reads the product of the two.
 
-    The head begins as the cosine, which is right for 62 % of pairs. A head of random weights stayed near chance on 1,000
-    pairs (measured: 56 % after 656 pairs, 53 % after 1,296, loss above log 2), and would rank optimizers by noise.
+    The head begins as the cosine, which is right for 62 % of pairs. A head of random weights stayed near chance on
+    1,000 pairs (measured: 56 % after 656 pairs, 53 % after 1,296, loss above log 2), and would rank by noise.
     """
 
     def __init__(self, folder: Path) -> None:
