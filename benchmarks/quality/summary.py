@@ -13,7 +13,7 @@ from quality.training import Cell, from_hex, rate
 
 REFERENCE = "adamw"
 RESAMPLED = 10_000
-NOT_SEARCHED = " (AdamW's)"
+NOT_SEARCHED = " (not searched)"
 HEADINGS = (
     "method", "lr", "validation loss", "seeds", "ratio to AdamW", "same seeds", "accuracy", "difference, 95 %",
     "state B/param",

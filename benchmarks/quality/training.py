@@ -34,7 +34,7 @@ class Cell:
     searched: tuple[str, ...] | None = None
     """Methods with a search of their own; None: all."""
     fixed: tuple[str, ...] = ()
-    """Methods run once, at AdamW's best rate."""
+    """Methods run once, at AdamW's best rate (and their own offset from it)."""
 
 
 def rate(power: int) -> float:
