@@ -38,8 +38,7 @@ from quality.tasks import TASKS, load_task
 from quality.training import COLUMNS, Cell, rate
 from rows import ResultRows
 
-# 12 core hours in all decide the steps; loss falls steeply where the models from scratch stop, and seeds of AdamW agree to
-# about half a percent.
+# Steps are what 12 core hours allow. Where they end, loss still falls; seeds of AdamW agree to half a percent or better.
 CONTROLS = ("adamw-beta1-0", "ternary-2p-r0")
 CELLS = (
     Cell("characters", batch=16, steps=250, power=2),
