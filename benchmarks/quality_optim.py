@@ -38,7 +38,7 @@ from quality.tasks import TASKS, load_task
 from quality.training import COLUMNS, Cell, rate
 from rows import ResultRows
 
-# Steps are what 12 core hours allow. Where they end, loss still falls; seeds of AdamW agree to half a percent or better.
+# Steps are what 12 core hours allow. Where they end loss still falls; AdamW's seeds agree to half a percent or better.
 CONTROLS = ("adamw-beta1-0", "ternary-2p-r0")
 CELLS = (
     Cell("characters", batch=16, steps=250, power=2),

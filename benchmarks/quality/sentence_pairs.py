@@ -15,7 +15,8 @@ MODEL_SOURCE = f"""the model all-MiniLM-L6-v2 (Apache-2.0) comes out of a wheel,
 RTE_SOURCE = "RTE of GLUE, gluebenchmark.com; columns index, sentence1, sentence2, label; for evaluation only"
 TRAINED = 1000
 """Pairs trained on; all others (1,490 and the 277 of the development set) are held out: standard error 1.2 points."""
-MAX_LENGTH = 64
+MAX_LENGTH = 48
+"""Tokens of a sentence."""
 
 
 COSINE_SLOPE, COSINE_BIAS = 3.0, -1.94
