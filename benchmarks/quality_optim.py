@@ -59,10 +59,10 @@ CELLS = (
         "smollm", batch=8, steps=12, power=-3, seeds=2, searched=("adamw", "ternary-r4"),
         fixed=("torchao-8bit", "adamw-plain"),
     ),
-    Cell("digits-vit", batch=16, steps=200, power=1, seeds=1),
-    Cell("digits-vit", batch=128, steps=60, power=1, seeds=1),
-    Cell("digits-cnn", batch=16, steps=200, power=1, seeds=1),
-    Cell("digits-cnn", batch=128, steps=60, power=1, seeds=1),
+    Cell("digits-vit", batch=16, steps=200, power=3, seeds=1),
+    Cell("digits-vit", batch=128, steps=60, power=3, seeds=1),
+    Cell("digits-cnn", batch=16, steps=200, power=4, seeds=1),
+    Cell("digits-cnn", batch=128, steps=60, power=5, seeds=1),
 )  # fmt: skip
 RATES_A_SEARCH = 3.7
 """What a search takes on average, for the plan: three, and more where it has to move."""
