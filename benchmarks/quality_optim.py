@@ -10,7 +10,7 @@ Tasks, each at two batch sizes at least four times apart:
   llama         1.4 M-parameter Llama from scratch, subword text (Tiny Shakespeare and GSM8K)
   mixture       1.8 M-parameter Qwen3-MoE from scratch, the same text, 3-D expert weights
   rte           MiniLM encoder (22 M) fine-tuned on RTE: 1,000 pairs to train on, 1,767 held out (the standard error of
-                an accuracy is 1.2 points); two of the controls are run once, at AdamW's rate
+                an accuracy is 1.2 points); the controls are run once, at AdamW's rate
   smollm-cut    4 layers of SmolLM2-135M (19 M), bf16 weights, on GSM8K text
   smollm        SmolLM2-135M itself: AdamW and ternary searched around the cut's rates, two seeds; peers once at AdamW's
                 rate
@@ -39,24 +39,24 @@ from quality.training import COLUMNS, Cell, rate
 from rows import ResultRows
 
 # Steps are what 12 core hours allow. Where they end loss still falls; AdamW's seeds agree to half a percent or better.
-CONTROLS = ("adamw-beta1-0", "ternary-2p-r0")
+CONTROLS = ("laprop", "adamw-beta1-0", "ternary-2p-r0", "sgd")
 CELLS = (
     Cell("characters", batch=16, steps=250, power=2),
-    Cell("characters", batch=64, steps=100, power=3),
+    Cell("characters", batch=64, steps=80, power=3),
     Cell("llama", batch=12, steps=220, power=3),
-    Cell("llama", batch=48, steps=80, power=3),
+    Cell("llama", batch=48, steps=70, power=3),
     Cell("mixture", batch=12, steps=250, power=3),
     Cell("mixture", batch=48, steps=100, power=3),
-    Cell("rte", batch=4, steps=90, power=-3, fixed=CONTROLS),
-    Cell("rte", batch=16, steps=36, power=-3, fixed=CONTROLS),
-    Cell("smollm-cut", batch=2, steps=40, power=-1),
+    Cell("rte", batch=4, steps=80, power=-3, fixed=CONTROLS),
+    Cell("rte", batch=16, steps=30, power=-3, fixed=CONTROLS),
+    Cell("smollm-cut", batch=2, steps=36, power=-1),
     Cell("smollm-cut", batch=8, steps=20, power=-1),
     Cell(
         "smollm", batch=2, steps=24, power=-3, seeds=2, searched=("adamw", "ternary-r4"),
         fixed=("torchao-8bit", "adamw-plain"),
     ),
     Cell(
-        "smollm", batch=8, steps=12, power=-3, seeds=2, searched=("adamw", "ternary-r4"),
+        "smollm", batch=8, steps=10, power=-3, seeds=2, searched=("adamw", "ternary-r4"),
         fixed=("torchao-8bit", "adamw-plain"),
     ),
     Cell("digits-vit", batch=16, steps=200, power=3, seeds=1),

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,8 +82,6 @@ class SentencePairTask(Task):
             [self.tokenizer(row[column], truncation=True, max_length=MAX_LENGTH) for row in rows] for column in (1, 2)
         )
         self.labels = torch.tensor([row[3] == "entailment" for row in rows]).long()
-        # Held-out pairs by length: a batch of equals needs little padding.
-        self.held_out = sorted(range(TRAINED, len(rows)), key=lambda place: len(self.premises[place]["input_ids"]))
 
     def model(self, seed: int) -> nn.Module:
         torch.manual_seed(seed)
@@ -92,21 +91,21 @@ class SentencePairTask(Task):
         return torch.randperm(TRAINED, generator=generator)[:size].tolist()
 
     def loss(self, model: nn.Module, batch: list[int]) -> Tensor:
-        return functional.cross_entropy(self._logits(model, batch), self.labels[batch])
+        logits = model(self._padded(self.premises, batch), self._padded(self.hypotheses, batch))
+        return functional.cross_entropy(logits, self.labels[batch])
 
     def evaluate(self, model: nn.Module) -> Evaluation:
-        total, correct = 0.0, torch.zeros(len(self.labels), dtype=torch.bool)
         with torch.no_grad():
-            for first in range(0, len(self.held_out), 64):
-                places = self.held_out[first : first + 64]
-                logits = self._logits(model, places)
-                total += functional.cross_entropy(logits, self.labels[places], reduction="sum").item()
-                correct[places] = logits.argmax(dim=1) == self.labels[places]
-        return Evaluation(total / len(self.held_out), correct[TRAINED:])
+            logits = model.head(self._embeddings(model, self.premises) * self._embeddings(model, self.hypotheses))
+        labels = self.labels[TRAINED:]
+        return Evaluation(functional.cross_entropy(logits, labels).item(), logits.argmax(dim=1) == labels)
 
-    def _logits(self, model: nn.Module, places: list[int]) -> Tensor:
-        padded = (
-            dict(self.tokenizer.pad([sentences[place] for place in places], return_tensors="pt"))
-            for sentences in (self.premises, self.hypotheses)
-        )
-        return model(*padded)
+    def _embeddings(self, model: nn.Module, sentences: list[Any]) -> Tensor:
+        """Of the held-out pairs, encoded in batches of like lengths, which need little padding."""
+        order = sorted(range(TRAINED, len(sentences)), key=lambda place: len(sentences[place]["input_ids"]))
+        parts = [order[first : first + 64] for first in range(0, len(order), 64)]
+        embeddings = torch.cat([model.embedding(self._padded(sentences, part)) for part in parts])
+        return embeddings[torch.tensor(order).argsort()]
+
+    def _padded(self, sentences: list[Any], places: list[int]) -> dict[str, Tensor]:
+        return dict(self.tokenizer.pad([sentences[place] for place in places], return_tensors="pt"))
