@@ -11,7 +11,7 @@ Tasks, each at two batch sizes at least four times apart:
   mixture       1.8 M-parameter Qwen3-MoE from scratch, the same text, 3-D expert weights
   rte           MiniLM encoder (22 M) fine-tuned on RTE: 1,000 pairs to train on, 1,767 held out (the standard error of
                 an accuracy is 1.2 points); the controls are run once, at AdamW's rate
-  smollm-cut    4 layers of SmolLM2-135M (19 M), bf16 weights, on GSM8K text
+  smollm-cut    the first 4 layers of SmolLM2-135M (19 M), bf16 weights, on GSM8K text
   smollm        SmolLM2-135M itself: AdamW and ternary searched around the cut's rates, two seeds; peers once at AdamW's
                 rate
   digits-vit, digits-cnn   scikit-learn's digits: smoke tests, one seed

@@ -75,14 +75,17 @@ class SmolTask(Task):
 
 
 class SmolCutTask(SmolTask):
-    """Four layers of it (the first two and the last two) and the vocabulary of the text: real width, a tenth the cost.
+    """Its first four layers and the vocabulary of the text: real width at a tenth of the cost.
 
-    Only the embedding rows of tokens that occur are kept (the others would only be pushed away by the softmax).
+    Only the embedding rows of tokens that occur are kept (the others would only be pushed away by the softmax). The
+    last norm is scaled to a quarter: the head was made for the thirtieth layer's output, and on the fourth's it is so
+    sure of itself that the loss starts at 16.3 and AdamW's seeds end 4 % apart. Scaled, they agree to 0.1 %.
     """
 
     name = "smollm-cut"
     evaluated = 64
-    layers = (0, 1, -2, -1)
+    layers = (0, 1, 2, 3)
+    norm_scale = 0.25
 
     def _cut(self, model: Any) -> tuple[Any, dict[str, Tensor]]:
         kept, places = torch.unique(torch.cat([self.text.train, self.text.held_out]), return_inverse=True)
@@ -93,4 +96,5 @@ class SmolCutTask(SmolTask):
         model.config.vocab_size = len(kept)
         for special in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(model.config, special, None)
+        model.model.norm.weight.data.mul_(self.norm_scale)
         return super()._cut(model)
