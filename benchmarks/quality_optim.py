@@ -47,8 +47,8 @@ CELLS = (
     Cell("llama", batch=48, steps=70, power=3),
     Cell("mixture", batch=12, steps=250, power=3),
     Cell("mixture", batch=48, steps=100, power=3),
-    Cell("rte", batch=4, steps=80, power=-3, fixed=CONTROLS),
-    Cell("rte", batch=16, steps=30, power=-3, fixed=CONTROLS),
+    Cell("rte", batch=4, steps=80, power=-5, fixed=CONTROLS),
+    Cell("rte", batch=16, steps=30, power=-4, fixed=CONTROLS),
     Cell("smollm-cut", batch=2, steps=36, power=-1),
     Cell("smollm-cut", batch=8, steps=20, power=-1),
     Cell(
