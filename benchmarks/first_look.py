@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import torch
+from quality.character import CharacterModel, Text
 from rows import ResultRows
 from torch import Tensor, nn
 from torch.nn import functional
@@ -27,7 +28,6 @@ from leantune.codec.ternary_state import TernaryState
 from leantune.codec.tiles import BlockGrid, Tile
 from leantune.kernels.half_linear import use_fp32_products
 
-CONTEXT = 64
 WARMUP = 25
 FINAL_SHARE = 0.1
 METHODS = ("adamw", "ternary_r0", "ternary_r4")
@@ -48,72 +48,6 @@ PARTS = {
     "bf16+8": (128, 24, 200, "bf16+8", 0.999, ("adamw", "ternary_r4")),
     "long": (128, 12, 3000, "fp32", 0.999, ("adamw", "ternary_r4")),
 }
-
-
-class CharacterModel(nn.Module):
-    """A plain pre-norm transformer with untied embeddings."""
-
-    def __init__(self, vocabulary: int, width: int, layers: int = 4, heads: int = 4) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(vocabulary, width)
-        self.places = nn.Embedding(CONTEXT, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        # Linear layers keep torch's initialisation. With embeddings of std 0.02, a step at a good rate is as large as
-        # they are, and AdamW's seeds end anywhere from 2.13 to 2.59; with this they agree to 0.01.
-        for embedding in (self.tokens, self.places):
-            nn.init.normal_(embedding.weight, std=0.2)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids) + self.places.weight[: ids.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        qkv = self.qkv(self.attention_norm(x)).view(batch, length, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(functional.gelu(self.up(self.mlp_norm(x))))
-
-
-class Text:
-    """The characters as ids; the last tenth is held out. The same seed draws the same batches for every method."""
-
-    def __init__(self, path: Path) -> None:
-        raw = path.read_text(encoding="utf-8")
-        letters = sorted(set(raw))
-        index = {letter: place for place, letter in enumerate(letters)}
-        ids = torch.tensor([index[letter] for letter in raw])
-        split = int(0.9 * len(ids))
-        self.vocabulary, self.train, self.held_out = len(letters), ids[:split], ids[split:]
-
-    def batch(self, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        starts = torch.randint(0, len(self.train) - CONTEXT - 1, (size,), generator=generator)
-        windows = self.train[starts.unsqueeze(1) + torch.arange(CONTEXT + 1)]
-        return windows[:, :-1], windows[:, 1:]
-
-    def validation_loss(self, model: nn.Module, windows: int = 512) -> float:
-        starts = torch.linspace(0, len(self.held_out) - CONTEXT - 1, windows).long()
-        block = self.held_out[starts.unsqueeze(1) + torch.arange(CONTEXT + 1)]
-        with torch.no_grad():
-            parts = [
-                functional.cross_entropy(model(piece[:, :-1]).flatten(0, 1).float(), piece[:, 1:].flatten())
-                for piece in block.split(128)
-            ]
-        return torch.stack(parts).mean().item()
 
 
 def build_optimizer(

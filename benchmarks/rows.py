@@ -11,6 +11,7 @@ what made it. Values are compared as the text they are written as.
 """
 
 import csv
+import fcntl
 import importlib.metadata
 import os
 import platform
@@ -74,11 +75,12 @@ class ResultRows:
         row = dict.fromkeys(self.columns, "")
         row.update({column: _text(value) for column, value in {**provenance(), "seed": seed, **values}.items()})
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._finish_last_line()
-        fresh = not self.path.exists() or self.path.stat().st_size == 0
         with self.path.open("a", newline="", encoding="utf-8") as file:
+            # Two processes may share a file: one header, and no line inside another.
+            fcntl.flock(file, fcntl.LOCK_EX)
+            self._finish_last_line()
             writer = csv.DictWriter(file, fieldnames=self.columns, lineterminator="\n")
-            if fresh:
+            if self.path.stat().st_size == 0:
                 writer.writeheader()
             writer.writerow(row)
             file.flush()

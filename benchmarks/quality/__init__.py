@@ -1,0 +1,1 @@
+"""What benchmarks/quality_optim.py and benchmarks/ternary_ablation.py share: tasks, methods, runs, search, tables."""
