@@ -45,8 +45,9 @@ def encode(
     ``counts`` (blocks,) fp32: elements that exist; ``mask`` (blocks, size) fp32 of 1 and 0, or None where all exist;
     ``uniform``: fp32 in [0, 1), the random number of each element. Returns (trits fp32, level bfloat16, step bfloat16).
 
-    The step follows the spread of L(v): d std L(v) / std(l + d x of the previous state), i.e. std L(v) / std(x). It is
-    not refitted from decoded levels alone, which would shrink it at every encode until the trits carry nothing.
+    The step follows L(v): it is the slope of L(v) on the trits it was last coded with, cov(L(v), x) / var(x). Refitted
+    from new trits it would shrink at every encode until they carry nothing; as a ratio of spreads every jump of a
+    heavy-tailed gradient would widen it.
     """
     if mask is not None:
         values = values * mask
@@ -93,10 +94,11 @@ def _raised(level: Tensor, step: Tensor, values: Tensor, empty: Tensor) -> Tenso
 
 def _next_step(offset: Tensor, counts: Tensor, previous_trits: Tensor, previous_step: Tensor) -> Tensor:
     """The block's new log-step, bfloat16 (rows, blocks); ``offset`` is L(v) - l in octaves, 0 where absent."""
-    spread = _deviation(offset, counts)
-    old = _deviation(previous_trits, counts)
-    followed = torch.where(old > 0, spread / old, previous_step.float())
-    step = torch.where(previous_step == 0, spread * FIRST_STEP, followed)
+    mean, old_mean = offset.sum(dim=-1).div_(counts), previous_trits.sum(dim=-1).div_(counts)
+    shared = (offset * previous_trits).sum(dim=-1).div_(counts).sub_(mean * old_mean)
+    old = previous_trits.square().sum(dim=-1).div_(counts).sub_(old_mean.square())
+    followed = torch.where(old > 0, shared / old, previous_step.float())
+    step = torch.where(previous_step == 0, _deviation(offset, counts) * FIRST_STEP, followed)
     return step.clamp_(MIN_STEP, MAX_STEP).to(torch.bfloat16)
 
 

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-INTERFACE = 1
+from leantune.codec.factored import Factors
+
+INTERFACE = 2
 """The version of native/ternary.h that this module mirrors."""
 CHUNK_BYTES = 2 << 20
 """Bound on the partial sums of the carry's power iteration, fp32 (chunks, rank, cols)."""
@@ -40,6 +42,8 @@ class _Call(ctypes.Structure):
         ("momentum_scale", ctypes.c_void_p * 2),
         *((name, ctypes.c_void_p) for name in ("variance_trits", "variance_level", "variance_step")),
         *((name, ctypes.c_void_p) for name in ("carry_rows", "carry_columns", "new_rows", "new_columns")),
+        *((name, ctypes.c_void_p) for name in ("row_factors", "column_factors")),
+        *((name, ctypes.c_void_p) for name in ("new_row_factors", "new_column_factors")),
     )
 
 
@@ -65,6 +69,8 @@ def _load() -> tuple[Any, str]:
     library.leantune_ternary_step.restype = None
     library.leantune_ternary_momentum.argtypes = [ctypes.POINTER(_Call), *[ctypes.c_void_p] * 4, ctypes.c_int]
     library.leantune_ternary_momentum.restype = None
+    library.leantune_ternary_squares.argtypes = [ctypes.POINTER(_Call), *[ctypes.c_void_p] * 2, ctypes.c_int]
+    library.leantune_ternary_squares.restype = None
     return library, "built"
 
 
@@ -181,7 +187,7 @@ class TernaryCall:
         ``basis``: V, fp32 (cols, rank). The sums run over fixed ranges of rows, whatever the number of threads.
         """
         rows, cols, rank = self._call.rows, self._call.cols, self._call.rank
-        chunks = max(1, min(MAX_CHUNKS, CHUNK_BYTES // (4 * rank * cols), rows))
+        chunks = self._chunks(rank)
         # dtype and device are named: the user may have set other defaults.
         padded = torch.zeros((rank, -(-cols // 16) * 16), dtype=torch.float32, device="cpu")
         padded[:, :cols] = basis.t()
@@ -193,8 +199,30 @@ class TernaryCall:
         )
         return product, columns.sum(0).t(), gram.sum(0)
 
-    def step(self, carry: tuple[Tensor, Tensor] | None) -> None:
-        """Decode, rule, encode against the refreshed ``carry`` (bf16 U and V), move the weights."""
+    def decode_with(self, factors: Factors) -> None:
+        """The factors that the stored second moment is relative to; needed before the other calls."""
+        self._keep += [factors.rows, factors.columns]
+        self._call.row_factors, self._call.column_factors = factors.rows.data_ptr(), factors.columns.data_ptr()
+
+    def square_sums(self) -> tuple[Tensor, Tensor]:
+        """Sums of g^2 over the columns, fp32 (rows,), and over these rows, fp32 (cols,)."""
+        rows, cols, chunks = self._call.rows, self._call.cols, self._chunks(1)
+        row_sums = torch.empty(rows, dtype=torch.float32, device="cpu")
+        column_sums = torch.zeros((chunks, cols), dtype=torch.float32, device="cpu")
+        _load()[0].leantune_ternary_squares(
+            ctypes.byref(self._call), row_sums.data_ptr(), column_sums.data_ptr(), chunks
+        )
+        return row_sums, column_sums.sum(0)
+
+    def _chunks(self, rank: int) -> int:
+        """Fixed ranges of rows whose sums over columns are kept apart, fp32 (rank, cols) each."""
+        return max(1, min(MAX_CHUNKS, CHUNK_BYTES // max(1, 4 * rank * self._call.cols), self._call.rows))
+
+    def step(self, carry: tuple[Tensor, Tensor] | None, factors: Factors) -> None:
+        """Decode, rule, encode against the refreshed ``carry`` (bf16 U and V) and ``factors``, move the weights."""
+        self._keep += [factors.rows, factors.columns]
+        self._call.new_row_factors = factors.rows.data_ptr()
+        self._call.new_column_factors = factors.columns.data_ptr()
         if carry is not None:
             self._call.new_rows, self._call.new_columns = self._factors(*carry)
         _load()[0].leantune_ternary_step(ctypes.byref(self._call))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from leantune.codec.counter_hash import low_fraction, random_bits, splitmix64
 from leantune.codec.low_rank import PowerIteration
-from leantune.codec.ternary_state import TernaryState, tensor_specs
+from leantune.codec.ternary_state import REPLICATED, TernaryState, tensor_specs
 from leantune.codec.tiles import TILE_ELEMENTS, BlockGrid, Tile, matrix_shape, tiles
 from leantune.codec.trits import TRITS_PER_BYTE
 from leantune.errors import InvalidArgumentError
@@ -144,7 +144,7 @@ class TernaryAdamW(LeanOptimizer):
             return StateLayout("exact fp32", reason, exact | master)
         rank, note = _carry_rank(rows, cols, group)
         specs = tensor_specs(rows, cols, group["block_size"], group["momentum_planes"], rank)
-        return StateLayout("ternary", note, specs | master, frozenset({"carry_columns"}))
+        return StateLayout("ternary", note, specs | master, REPLICATED)
 
     def _apply(
         self, shard: RowShard, grad: Tensor, group: dict[str, Any], state: dict[str, Any], grad_scale: float, key: int
@@ -199,13 +199,14 @@ class _Step:
         if state.has_carry:
             stored = self._refreshed_carry(grad, state, walk, grids)
             carry = stored[0].float(), stored[1].float()
+        factors = state.average_factors(*self._square_means(grad, walk), self.beta2)
         for tile in walk:
             grid = grids[tile.cols]
             top, first = self.shard.first_row + tile.top, tile.left // self.block_size
             bits = random_bits(self.key, top, tile.rows, first, grid.blocks, self.block_size, grad.device)
             v, x = state.variance(tile, grid)
             _, u, v = self._rule(grid.split(self._gradient(grad, tile)), state.momentum(tile, grid), v)
-            state.write_variance(tile, grid, v, x, low_fraction(bits))
+            state.write_variance(tile, grid, v, x, low_fraction(bits), factors)
             decoded = state.write_momentum(tile, grid, u, carry)
             self._move(weight, tile, grid.join(released_step(u, decoded, self.beta1)), grid.join(bits))
         if carry is not None:
@@ -237,12 +238,15 @@ class _Step:
             grad_scale=self.grad_scale,
             stochastic=weight.stochastic,
         )
+        call.decode_with(state.factors)
         carry = None
         if state.has_carry:
             iteration = PowerIteration(grad.shape[0], state.basis, splitmix64(self.key))
             iteration.set(*call.power_iteration(iteration.basis))
             carry = iteration.finish(self.shard.total)
-        call.step(carry)
+        row_sums, column_sums = call.square_sums()
+        means = row_sums.div_(grad.shape[1]), self.shard.total(column_sums).div_(self.shard.all_rows)
+        call.step(carry, state.average_factors(*means, self.beta2))
         if carry is not None:
             state.write_carry(carry)
 
@@ -257,6 +261,17 @@ class _Step:
             _, u, _ = self._rule(grid.split(self._gradient(grad, tile)), state.momentum(tile, grid), v)
             iteration.add(tile.top, grid.join(u))
         return iteration.finish(self.shard.total)
+
+    def _square_means(self, grad: Tensor, walk: list[Tile]) -> tuple[Tensor, Tensor]:
+        """Means of g^2 over the columns, fp32 (rows,), and over all rows of the parameter, fp32 (cols,)."""
+        rows, cols = grad.shape
+        row_sums = torch.zeros(rows, dtype=torch.float32, device=grad.device)
+        column_sums = torch.zeros(cols, dtype=torch.float32, device=grad.device)
+        for tile in walk:
+            square = self._gradient(grad, tile).square()
+            row_sums[tile.top : tile.bottom] += square.sum(dim=1)
+            column_sums[tile.left : tile.right] += square.sum(dim=0)
+        return row_sums.div_(cols), self.shard.total(column_sums).div_(self.shard.all_rows)
 
     def _gradient(self, grad: Tensor, tile: Tile) -> Tensor:
         return tile.of(grad).float() if self.grad_scale == 1.0 else tile.of(grad).float() * self.grad_scale

@@ -8,6 +8,8 @@ static const float OCTAVE = 8388608.0f;          // 2^23, units of a float's pat
 static const float TINY = 1.17549435e-38f;       // 2^-126
 static const float EMPTY = 4.70197740e-38f;      // 2^-124: a block with a smaller mean v is empty
 static const int32_t SMALLEST = 0x00800000;      // the pattern of 2^-126
+static const int32_t ONE = 0x3F800000;           // the pattern of 1
+static const int32_t REACH = 60 * (1 << 23);     // v lies within 60 octaves of its factors
 static const int64_t LEAST_RAISE = 8;  // units of 2^-7 octave
 static const int64_t LARGEST_LEVEL = (0x7F7F0000 - 8 * (1 << 23)) >> 16;
 
@@ -51,19 +53,21 @@ namespace portable {
 
 typedef void (*StepRows)(const LeantuneTernary *, int64_t, int64_t);
 typedef void (*MomentumRows)(const LeantuneTernary *, int64_t, int64_t, const float *, float *, float *, double *);
+typedef void (*SquareRows)(const LeantuneTernary *, int64_t, int64_t, float *, float *);
 
 struct Variant {
     const char *name;
     StepRows step;
     MomentumRows momentum;
+    SquareRows squares;
 };
 
 static const Variant VARIANTS[] = {
 #ifdef LEANTUNE_X86
-    {"avx512", avx512::step_rows, avx512::momentum_rows},
-    {"avx2", avx2::step_rows, avx2::momentum_rows},
+    {"avx512", avx512::step_rows, avx512::momentum_rows, avx512::square_rows},
+    {"avx2", avx2::step_rows, avx2::momentum_rows, avx2::square_rows},
 #endif
-    {"portable", portable::step_rows, portable::momentum_rows},
+    {"portable", portable::step_rows, portable::momentum_rows, portable::square_rows},
 };
 
 static bool runs_here(const char *name) {
@@ -104,6 +108,13 @@ void leantune_ternary_momentum(const LeantuneTernary *t, const float *basis, flo
     for (int chunk = 0; chunk < chunks; chunk++)
         variant->momentum(t, t->rows * chunk / chunks, t->rows * (chunk + 1) / chunks, basis, product,
                           columns + (int64_t)chunk * t->rank * t->cols, gram + (int64_t)chunk * t->rank * t->rank);
+}
+
+void leantune_ternary_squares(const LeantuneTernary *t, float *rows, float *columns, int chunks) {
+    const Variant *variant = chosen;
+#pragma omp parallel for num_threads(t->threads) schedule(dynamic, 1)
+    for (int chunk = 0; chunk < chunks; chunk++)
+        variant->squares(t, t->rows * chunk / chunks, t->rows * (chunk + 1) / chunks, rows, columns + chunk * t->cols);
 }
 
 void leantune_ternary_step(const LeantuneTernary *t) {

@@ -2,7 +2,7 @@
 #pragma once
 #include <stdint.h>
 
-#define LEANTUNE_INTERFACE 1
+#define LEANTUNE_INTERFACE 2
 
 enum { LEANTUNE_FLOAT32 = 0, LEANTUNE_BFLOAT16 = 1 };
 
@@ -29,6 +29,8 @@ typedef struct {
     const float *carry_columns; /* fp32 (rank, cols) */
     const uint16_t *new_rows;   /* the refreshed carry that u is coded against */
     const float *new_columns;
+    const float *row_factors, *column_factors;         /* v decodes with f = row factor * column factor */
+    const float *new_row_factors, *new_column_factors; /* and is coded against these */
 } LeantuneTernary;
 
 #ifdef __cplusplus
@@ -46,6 +48,8 @@ int leantune_use(const char *instructions);
    Rows fall into `chunks` equal ranges, so sums do not depend on the number of threads. */
 void leantune_ternary_momentum(const LeantuneTernary *t, const float *basis, float *product, float *columns,
                                double *gram, int chunks);
+/* Sums of squares of the scaled gradient: rows fp32 (rows), columns fp32 (chunks, cols), the latter zeroed by the caller. */
+void leantune_ternary_squares(const LeantuneTernary *t, float *rows, float *columns, int chunks);
 /* Decode, rule, encode, move the weights. */
 void leantune_ternary_step(const LeantuneTernary *t);
 

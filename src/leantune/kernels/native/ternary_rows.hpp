@@ -158,12 +158,36 @@ static void carried_part(const LeantuneTernary *t, const Group &g, const uint16_
     for (; k < t->rank; k++, column += t->cols) add_scaled(out, from_bf16(row[k]), column, g.n);
 }
 
-static void decode_variance(float *__restrict out, const float *__restrict x, int size, uint16_t level, uint16_t step) {
+// L(f) of n elements of a row, f = row factor * column factor within [2^-126, 2^60].
+static void factor_patterns(float row, const float *__restrict columns, int32_t *__restrict pattern, int n) {
+    float *__restrict factor = (float *)pattern;
+    for (int i = 0; i < n; i++) {
+        const float f = row * columns[i];
+        factor[i] = f > TINY ? f < 1152921504606846976.0f ? f : 1152921504606846976.0f : TINY;
+    }
+}
+
+// v = f times the ratio that level, step and trits say; `pattern` holds L(f).
+static void decode_variance(float *__restrict out, const float *__restrict x, int size, uint16_t level, uint16_t step,
+                            const int32_t *__restrict factors) {
     const int32_t centre = (int32_t)((uint32_t)level << 16), octaves = (int32_t)(from_bf16(step) * OCTAVE);
     int32_t *__restrict pattern = (int32_t *)out;
     for (int i = 0; i < size; i++) {
-        const int32_t value = (int32_t)x[i] * octaves + centre;
-        pattern[i] = value > SMALLEST ? value : SMALLEST;
+        int32_t ratio = (int32_t)x[i] * octaves + centre;
+        ratio = (ratio > SMALLEST ? ratio : SMALLEST) - ONE;
+        ratio = ratio > -2 * REACH ? ratio < 2 * REACH ? ratio : 2 * REACH : -2 * REACH;
+        ratio += factors[i];
+        pattern[i] = ratio > SMALLEST ? ratio : SMALLEST;
+    }
+}
+
+// v becomes its ratio to f; `factors` holds L(f).
+static void divide(float *__restrict v, const int32_t *__restrict factors, int n) {
+    int32_t *__restrict pattern = (int32_t *)v;
+    for (int i = 0; i < n; i++) {
+        int32_t ratio = (pattern[i] > SMALLEST ? pattern[i] : SMALLEST) - factors[i];
+        ratio = ratio > -REACH ? ratio < REACH ? ratio : REACH : -REACH;
+        pattern[i] = ratio + ONE;
     }
 }
 
@@ -189,9 +213,12 @@ static void apply_rule(const LeantuneTernary *t, const Group &g) {
             add_scaled(g.u + b * g.block, from_bf16(t->momentum_scale[plane][g.first_block + b]), g.q + b * g.block, g.block);
     }
     unpack(t->variance_trits + g.bytes, g.n, g.x, g.padded);
+    int32_t *factors = (int32_t *)g.work;
+    factor_patterns(t->row_factors[g.row], t->column_factors + g.left, factors, g.n);
+    for (int i = g.n; i < g.padded; i++) factors[i] = ONE;
     for (int b = 0; b < g.blocks; b++)
         decode_variance(g.v + b * g.block, g.x + b * g.block, g.block, t->variance_level[g.first_block + b],
-                        t->variance_step[g.first_block + b]);
+                        t->variance_step[g.first_block + b], factors + b * g.block);
     rule(t, g.grad, g.u, g.v, g.padded);
     fill(g.v, 0.0f, g.n, g.padded);
 }
@@ -229,7 +256,7 @@ static float sum_up_to(const float *__restrict v, int32_t pattern, float *__rest
     return sum(work, size);
 }
 
-// v of one block into its level, step and trits (written over x).
+// The ratios v / f of one block into its level, step and trits (written over x).
 static void encode_variance(const float *v, float *x, float *offset, const uint32_t *bits, int size, int present,
                             uint16_t *level, uint16_t *step) {
     const float count = (float)present, total = sum(v, size), mean = total / count;
@@ -248,11 +275,15 @@ static void encode_variance(const float *v, float *x, float *offset, const uint3
     const float shift = (float)((upper << 16) - first) * (1.0f / OCTAVE);
     for (int i = 0; i < size; i++) offset[i] -= shift;
     fill(offset, 0.0f, present, size);
-    const float spread = deviation(offset, size, count), previous = from_bf16(*step);
-    float next = spread * 1.22f;
-    if (previous != 0.0f) {
-        const float old = deviation(x, size, count);
-        next = old > 0.0f ? spread / old : previous;
+    const float previous = from_bf16(*step);
+    float next;
+    if (previous == 0.0f) {
+        next = deviation(offset, size, count) * 1.22f;
+    } else {
+        const float mean = sum(offset, size) / count, old_mean = sum(x, size) / count;
+        const float shared = dot(offset, x, size) / count - mean * old_mean;
+        const float old = sum_of_squares(x, size) / count - old_mean * old_mean;
+        next = old > 0.0f ? shared / old : previous;
     }
     next = next < 0.05f ? 0.05f : next > 8.0f ? 8.0f : next;
     *step = to_bf16(next);
@@ -342,6 +373,8 @@ static inline void release(float *__restrict u, const float *__restrict decoded,
 // The second pass over a group: encode v, and u against the new carry; move the weights.
 static void finish_group(const LeantuneTernary *t, const Group &g) {
     apply_rule(t, g);
+    factor_patterns(t->new_row_factors[g.row], t->new_column_factors + g.left, (int32_t *)g.work, g.n);
+    divide(g.v, (const int32_t *)g.work, g.n);
     for (int b = 0; b < g.blocks; b++) {
         const int at = b * g.block, present = g.n - at < g.block ? g.n - at : g.block;
         random_bits(t->key, t->first_row + g.row, g.left / g.block + b, g.block, g.bits + at);
@@ -393,6 +426,27 @@ static void step_rows(const LeantuneTernary *t, int64_t top, int64_t bottom) {
             scratch.move_to(t, row, left);
             finish_group(t, scratch.group);
         }
+}
+
+// rows[r] = sum g^2 of row r, columns += g^2, for rows [top, bottom).
+static void square_rows(const LeantuneTernary *t, int64_t top, int64_t bottom, float *rows, float *columns) {
+    const int64_t wide = 5 * (int64_t)t->block;
+    std::vector<float> scratch(wide);
+    float *__restrict square = scratch.data();
+    for (int64_t row = top; row < bottom; row++) {
+        float total = 0.0f;
+        for (int64_t left = 0; left < t->cols; left += wide) {
+            const int n = (int)(t->cols - left < wide ? t->cols - left : wide), padded = (n + 15) / 16 * 16;
+            load(t->grad, t->grad_dtype, row * t->grad_row + left * t->grad_column, t->grad_column, n, square);
+            fill(square, 0.0f, n, padded);
+            const float factor = t->grad_scale;
+            float *__restrict column = columns + left;
+            for (int i = 0; i < padded; i++) square[i] = (square[i] * factor) * (square[i] * factor);
+            for (int i = 0; i < n; i++) column[i] += square[i];
+            total += sum(square, padded);
+        }
+        rows[row] = total;
+    }
 }
 
 // <row, direction> for four rows of `wide` elements.
