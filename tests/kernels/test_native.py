@@ -81,9 +81,17 @@ def test_one_step_from_equal_state_equals_the_reference(shape, dtype, options) -
             differing += share * param.numel()
             # A trit differs where a value sits within rounding of a threshold; in a small matrix one may.
             assert share * param.numel() <= max(1.0, 1e-4 * param.numel()), name
-    for name in ("momentum_scale", "variance_step", "carry_rows", "carry_columns"):
-        if name in mine:  # bfloat16, rounded from sums in another order: one unit in the last place
-            torch.testing.assert_close(mine[name].float(), theirs[name].float(), rtol=2**-7, atol=1e-5)
+    if "variance_rows" in mine:
+        for name in ("variance_rows", "variance_columns"):
+            torch.testing.assert_close(mine[name], theirs[name])
+        # The slope on a few trits that are not 0 is a small number over a small one.
+        mine_step, their_step = mine["variance_step"].float(), theirs["variance_step"].float()
+        apart = (mine_step - their_step).abs() / their_step
+        assert (apart > 2**-7).float().mean() <= 2e-3 and apart.max() < 0.05
+    for name in ("momentum_scale", "carry_rows", "carry_columns"):
+        if name in mine:  # bfloat16, rounded from sums in another order: one unit, but where a trit differs
+            near = torch.isclose(mine[name].float(), theirs[name].float(), rtol=2**-7, atol=1e-5)
+            assert (~near).sum() <= round(differing), name
     # A scale or a carry one unit (2^-8) away moves a weight by a small part of lr; a trit that differs, by several lr.
     distance = (mine["weight"].float() - theirs["weight"].float()).abs()
     far = distance > 2**-7 * theirs["weight"].float().abs() + 0.5 * LR

@@ -89,7 +89,11 @@ def compare(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], bloc
             assert apart.sum() <= max(1.0, 1e-4 * weight.numel()), name
             assert (mine[name] != theirs[name]).sum() <= apart.sum(), f"{name}: absent trits"
             differing += apart.sum().item()
-        elif name.endswith(("scale", "scale_2", "step")) or name.startswith("carry"):
+        elif name == "variance_step":
+            # The slope on a few trits that are not 0 is a small number over a small one.
+            apart = (mine[name].float() - theirs[name].float()).abs() / theirs[name].float()
+            assert (apart > 2**-7).float().mean() <= 2e-3 and apart.max() < 0.05
+        elif name.endswith(("scale", "scale_2")) or name.startswith(("carry", "variance_rows", "variance_columns")):
             # bfloat16, rounded from sums in another order: one unit in the last place.
             torch.testing.assert_close(mine[name].float(), theirs[name].float(), rtol=2**-7, atol=1e-5)
     levels = (mine["variance_level"].view(torch.int16).int() - theirs["variance_level"].view(torch.int16).int()).abs()
@@ -113,7 +117,7 @@ def test_the_first_step_equals_the_reference() -> None:
 
 @runs
 def test_empty_blocks_and_transposed_gradients() -> None:
-    """A block without gradients stays all zero, whatever the gradient's strides."""
+    """A block without gradients keeps no momentum and the smallest second moment, whatever the gradient's strides."""
     grad = torch.randn((300, 24), generator=torch.Generator().manual_seed(1))
     grad[128:256] = 0
     ends = []
@@ -126,8 +130,8 @@ def test_empty_blocks_and_transposed_gradients() -> None:
         ends.append(tensors(param, optimizer))
     compare(ends[0], ends[1], 128)
     state = ends[0]
-    for name in ("variance_level", "variance_step", "momentum_scale"):
-        assert (state[name][:, 1] == 0).all() and (state[name][:, [0, 2]] != 0).all()
+    assert (state["momentum_scale"][:, 1] == 0).all() and (state["momentum_scale"][:, [0, 2]] != 0).all()
+    assert (state["variance_level"][:, 1] == 1).all()  # v = f, and f is the smallest number
     assert (unpack_trits(state["variance_trits"], 300, 128)[:, 128:256] == 0).all()
     assert (state["weight"][:, 128:256] == 0).all()
 

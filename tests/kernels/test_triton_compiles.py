@@ -16,6 +16,7 @@ from leantune.kernels import triton_ternary
 POINTERS = {"remainder": "*i8", "product": "*fp32", "columns": "*fp32", "basis": "*fp32"}
 POINTERS |= {name: "*u8" for name in ("momentum_trits", "momentum_trits_2", "variance_trits")}
 POINTERS |= {name: "*bf16" for name in ("grad", "weight", "momentum_scale", "momentum_scale_2", "variance_level")}
+POINTERS |= {name: "*fp32" for name in ("row_factors", "column_factors", "new_row_factors", "new_column_factors")}
 POINTERS |= {name: "*bf16" for name in ("variance_step", "carry_rows", "carry_columns", "new_rows", "new_columns")}
 
 def compile_for(capability, kernel, **constants):

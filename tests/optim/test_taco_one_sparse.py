@@ -15,6 +15,7 @@ from leantune.errors import InvalidArgumentError, InvalidTypeError, StateMismatc
 from leantune.memory import tracker
 from leantune.optim import taco_one_sparse as rule
 from leantune.optim.base import LeanOptimizer
+from leantune.optim.row_shard import row_shard
 from leantune.optim.weights import WeightMatrix
 
 
@@ -198,9 +199,9 @@ def test_columns_in_float8_are_unbiased_and_exact_where_they_can_be() -> None:
 def test_single_elements_are_rounded_as_a_tile_is(dtype: torch.dtype) -> None:
     values = random((9, 300), 0)
     whole, single = (nn.Parameter(torch.zeros(9, 300, dtype=dtype)) for _ in range(2))
-    WeightMatrix(whole.detach(), None, None, 12345).write(rule.Tile(0, 9, 0, 300), values.clone())
+    WeightMatrix(row_shard(whole), None, None, 12345).write(rule.Tile(0, 9, 0, 300), values.clone())
     rows, columns = (index.flatten() for index in torch.meshgrid(torch.arange(9), torch.arange(300), indexing="ij"))
-    WeightMatrix(single.detach(), None, None, 12345).write_at(rows, columns, values.flatten().clone())
+    WeightMatrix(row_shard(single), None, None, 12345).write_at(rows, columns, values.flatten().clone())
     assert torch.equal(whole, single) and not torch.equal(whole, values.to(dtype))
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leantune.codec.factored import Factors
 from leantune.kernels import native
 
 MAX_RANK = 16
@@ -188,8 +189,18 @@ class TernaryCall:
             kernels.columns_kernel[(blocks, chunks)](parts, product, tiles_each=each, ROWS=height, **self._read)
         return product, parts[0] if chunks == 1 else parts.sum(0), _gram(product)
 
-    def step(self, carry: tuple[Tensor, Tensor] | None) -> None:
-        """Decode, rule, encode against the refreshed ``carry`` (bf16 U and V), move the weights."""
+    def decode_with(self, factors: Factors) -> None:
+        """The factors that the stored second moment is relative to; needed before the other calls."""
+        self._read |= {"row_factors": factors.rows, "column_factors": factors.columns}
+
+    def square_sums(self) -> tuple[Tensor, Tensor]:
+        """Sums of g^2 over the columns, fp32 (rows,), and over these rows, fp32 (cols,)."""
+        square, scale = torch.linalg.vector_norm, self._read["grad_scale"] ** 2
+        rows, columns = (square(self._read["grad"], dim=dim, dtype=torch.float32).square_() for dim in (1, 0))
+        return rows.mul_(scale), columns.mul_(scale)
+
+    def step(self, carry: tuple[Tensor, Tensor] | None, factors: Factors) -> None:
+        """Decode, rule, encode against the refreshed ``carry`` (bf16 U and V) and ``factors``, move the weights."""
         kernels: Any = _kernels()[0]
         new_rows, new_columns = self._factors(*carry) if carry is not None else (None, None)
         height = max(1, (_INTERPRETED_TILE if _on_cpu else _STEP_TILE) // self._block)
@@ -200,6 +211,8 @@ class TernaryCall:
                 remainder=self._state.get("weight_remainder"),
                 new_rows=new_rows,
                 new_columns=new_columns,
+                new_row_factors=factors.rows,
+                new_column_factors=factors.columns,
                 key=self._key,
                 first_row=self._first_row,
                 ROWS=height,

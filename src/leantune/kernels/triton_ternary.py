@@ -17,6 +17,10 @@ _OCTAVE = tl.constexpr(8388608.0)
 _FLOOR = tl.constexpr(2.0**-10)
 _TINY = tl.constexpr(2.0**-126)
 _TINY_BITS = tl.constexpr(0x00800000)
+_ONE_BITS = tl.constexpr(0x3F800000)
+_REACH = tl.constexpr(60 * (1 << 23))  # v lies within 60 octaves of its factors
+_LARGEST_FACTOR = tl.constexpr(2.0**60)
+_LEAST_SPREAD = tl.constexpr(1e-6)
 _EMPTY = tl.constexpr(2.0**-124)
 _FLOOR_SHIFT = tl.constexpr(2.0**-18 - 0.5)
 _ROUNDER = tl.constexpr(12582912.0)
@@ -149,12 +153,29 @@ def _carried(row_factors, column_factors, row, row_ok, column, present, cols, RA
 
 
 @triton.jit
-def _variance(x, level, step):
-    """v = L^-1(l + d x) from int32 trits (rows, BLOCK) and the stored bf16 level and step (rows,)."""
+def _log_factors(row_factors, column_factors, row, row_ok, column, present, cols):
+    """L(f) of a tile, f = row factor * column factor within [2^-126, 2^60]: int32 (rows, BLOCK)."""
+    mine = tl.load(row_factors + row, mask=row_ok, other=0.0)
+    across = tl.load(column_factors + tl.broadcast_to(column[None, :], present.shape), mask=present, other=0.0)
+    f = tl.minimum(tl.maximum(mine[:, None] * across, _TINY), _LARGEST_FACTOR)
+    return f.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _variance(x, level, step, log_factors):
+    """v = f L^-1(l + d x) from int32 trits (rows, BLOCK), the stored bf16 level and step (rows,), and L(f)."""
     centre = level.to(tl.float32).to(tl.int32, bitcast=True)
     octaves = (step.to(tl.float32) * _OCTAVE).to(tl.int32)
-    pattern = x * octaves[:, None] + centre[:, None]
+    ratio = tl.maximum(x * octaves[:, None] + centre[:, None], _TINY_BITS) - _ONE_BITS
+    pattern = tl.minimum(tl.maximum(ratio, -2 * _REACH), 2 * _REACH) + log_factors
     return tl.maximum(pattern, _TINY_BITS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _ratio(v, log_factors):
+    """v / f, as the number whose logarithm is L(v) - L(f)."""
+    pattern = tl.maximum(v.to(tl.int32, bitcast=True), _TINY_BITS) - log_factors
+    return (tl.minimum(tl.maximum(pattern, -_REACH), _REACH) + _ONE_BITS).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -179,8 +200,8 @@ def _rule(grad, momentum, variance, beta2, rest2, bias, rest1, eps):
 
 @triton.jit
 def _momentum_of_block(
-    q, q2, x, grad, momentum_scale, momentum_scale_2, variance_level, variance_step, carry_rows, carry_columns, row,
-    row_ok, block, cols, grad_row, grad_column, blocks_per_row, rest1, beta2, rest2, bias, eps, grad_scale,
+    q, q2, x, grad, momentum_scale, momentum_scale_2, variance_level, variance_step, carry_rows, carry_columns,
+    row_factors, column_factors, row, row_ok, block, cols, grad_row, grad_column, blocks_per_row, rest1, beta2, rest2, bias, eps, grad_scale,
     BLOCK: tl.constexpr, PLANES: tl.constexpr, RANK: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """u of one block of these rows, fp32 (rows, BLOCK), zeros where absent: what the power iteration looks at. ``q``,
@@ -194,7 +215,8 @@ def _momentum_of_block(
     if PLANES == 2:
         u += tl.load(momentum_scale_2 + scalar, mask=row_ok, other=0.0).to(tl.float32)[:, None] * q2.to(tl.float32)
     level = tl.load(variance_level + scalar, mask=row_ok, other=0.0)
-    v = _variance(x, level, tl.load(variance_step + scalar, mask=row_ok, other=0.0))
+    log_factors = _log_factors(row_factors, column_factors, row, row_ok, column, present, cols)
+    v = _variance(x, level, tl.load(variance_step + scalar, mask=row_ok, other=0.0), log_factors)
     u, v = _rule(g, u, v, beta2, rest2, bias, rest1, eps)
     return u
 
@@ -214,7 +236,7 @@ def _gradient(grad, row, column, present, grad_row, grad_column, grad_scale, UNI
 
 @triton.jit
 def _encode_variance(v, previous, previous_step, bits, count, present):
-    """(x as fp32, level bits, step bits) of one block from v (0 where absent), its previous trits (int32, 0 where
+    """(x as fp32, level bits, step bits) of one block from the ratios v / f (0 where absent), its previous trits (int32, 0 where
     absent) and step, random bits, and the number of its elements."""
     over = 1.0 / count.to(tl.float32)
     total = tl.sum(v, axis=1)
@@ -235,7 +257,9 @@ def _encode_variance(v, previous, previous_step, bits, count, present):
     once = both - squares * 4096
     # The variance of the trits, from integers: exactly 0 where all are equal.
     old = (squares * count - once * once).to(tl.float32) * (over * over)
-    followed = tl.where(old > 0.0, spread * tl.rsqrt(tl.maximum(spread * old, _TINY)), previous_step)
+    shared = tl.sum(offset * previous.to(tl.float32), axis=1) * over - middle * (once.to(tl.float32) * over)
+    slope = shared * (1.0 / _OCTAVE) * _inverse(tl.maximum(old, _LEAST_SPREAD))
+    followed = tl.where(old > 0.0, slope, previous_step)
     step = tl.where(previous_step == 0.0, _root(spread) * _FIRST_STEP, followed)
     step_bits = tl.where(empty, 0, _bf16_bits(tl.minimum(tl.maximum(step, 0.05), 8.0)))
     step = _of_bf16_bits(step_bits)
@@ -295,6 +319,7 @@ def _move(weight, remainder, offset, present, change, bits, decay, STOCHASTIC: t
 def step_kernel(
     grad, weight, remainder, momentum_trits, momentum_scale, momentum_trits_2, momentum_scale_2, variance_trits,
     variance_level, variance_step, carry_rows, carry_columns, new_rows, new_columns,
+    row_factors, column_factors, new_row_factors, new_column_factors,
     rows: tl.int64, cols: tl.int64, grad_row: tl.int64, grad_column: tl.int64, bytes_per_row: tl.int64,
     blocks_per_row: tl.int64, key: tl.int64, first_row: tl.int64, rate, decay, beta1, rest1, beta2, rest2, bias, eps,
     grad_scale,
@@ -348,11 +373,13 @@ def step_kernel(
             q2_from = q_next
             u += tl.load(momentum_scale_2 + scalar, mask=row_ok, other=0.0).to(tl.float32)[:, None] * q
         old_step = tl.load(variance_step + scalar, mask=row_ok, other=0.0)
-        v = _variance(x, tl.load(variance_level + scalar, mask=row_ok, other=0.0), old_step)
+        log_factors = _log_factors(row_factors, column_factors, row, row_ok, column, present, cols)
+        v = _variance(x, tl.load(variance_level + scalar, mask=row_ok, other=0.0), old_step, log_factors)
         g = _gradient(grad, row, column, present, grad_row, grad_column, grad_scale, UNIT)
         # Absent elements have a gradient, trits and a carry of 0, so their u is 0.
         u, v = _rule(g, u, v, beta2, rest2, bias, rest1, eps)
-        v = tl.where(present, v, 0.0)
+        log_factors = _log_factors(new_row_factors, new_column_factors, row, row_ok, column, present, cols)
+        v = tl.where(present, _ratio(v, log_factors), 0.0)
         bits = _random_bits(row_key, block, j)
         new_x, level_bits, step_bits = _encode_variance(v, x, old_step.to(tl.float32), bits, count, present)
         x_to += new_x * power
@@ -381,7 +408,7 @@ def step_kernel(
 @triton.jit(do_not_specialize=(*RUNTIME, "groups_each"))
 def product_kernel(
     product, basis, grad, momentum_trits, momentum_scale, momentum_trits_2, momentum_scale_2, variance_trits,
-    variance_level, variance_step, carry_rows, carry_columns,
+    variance_level, variance_step, carry_rows, carry_columns, row_factors, column_factors,
     rows: tl.int64, cols: tl.int64, grad_row: tl.int64, grad_column: tl.int64, bytes_per_row: tl.int64,
     blocks_per_row: tl.int64, groups_each: tl.int64, rest1, beta2, rest2, bias, eps, grad_scale,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, PLANES: tl.constexpr, RANK: tl.constexpr, UNIT: tl.constexpr,
@@ -417,8 +444,8 @@ def product_kernel(
             q2_next = (q2_from * 171) >> 9
             u = _momentum_of_block(
                 q_from - 3 * q_next - 1, q2_from - 3 * q2_next - 1, x_from - 3 * x_next - 1, grad, momentum_scale,
-                momentum_scale_2, variance_level, variance_step, carry_rows, carry_columns, row, row_ok, block, cols,
-                grad_row, grad_column, blocks_per_row, rest1, beta2, rest2, bias, eps, grad_scale, BLOCK, PLANES, RANK,
+                momentum_scale_2, variance_level, variance_step, carry_rows, carry_columns, row_factors,
+                column_factors, row, row_ok, block, cols, grad_row, grad_column, blocks_per_row, rest1, beta2, rest2, bias, eps, grad_scale, BLOCK, PLANES, RANK,
                 UNIT,
             )  # fmt: skip
             x_from = x_next
@@ -435,7 +462,7 @@ def product_kernel(
 @triton.jit(do_not_specialize=(*RUNTIME, "tiles_each"))
 def columns_kernel(
     columns, product, grad, momentum_trits, momentum_scale, momentum_trits_2, momentum_scale_2, variance_trits,
-    variance_level, variance_step, carry_rows, carry_columns,
+    variance_level, variance_step, carry_rows, carry_columns, row_factors, column_factors,
     rows: tl.int64, cols: tl.int64, grad_row: tl.int64, grad_column: tl.int64, bytes_per_row: tl.int64,
     blocks_per_row: tl.int64, tiles_each: tl.int64, rest1, beta2, rest2, bias, eps, grad_scale,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, PLANES: tl.constexpr, RANK: tl.constexpr, UNIT: tl.constexpr,
@@ -469,7 +496,7 @@ def columns_kernel(
             q2 = _stored_digits(momentum_trits_2, at, element, width, present) - 1
         u = _momentum_of_block(
             q, q2, x, grad, momentum_scale, momentum_scale_2, variance_level, variance_step, carry_rows, carry_columns,
-            row, row_ok, block, cols, grad_row, grad_column, blocks_per_row, rest1, beta2, rest2, bias, eps, grad_scale,
+            row_factors, column_factors, row, row_ok, block, cols, grad_row, grad_column, blocks_per_row, rest1, beta2, rest2, bias, eps, grad_scale,
             BLOCK, PLANES, RANK, UNIT,
         )  # fmt: skip
         mask = row_ok[:, None] & (rank < RANK)[None, :]
