@@ -194,9 +194,10 @@ class TernaryCall:
         self._read |= {"row_factors": factors.rows, "column_factors": factors.columns}
 
     def square_sums(self) -> tuple[Tensor, Tensor]:
-        """Sums of g^2 over the columns, fp32 (rows,), and over these rows, fp32 (cols,)."""
-        square, scale = torch.linalg.vector_norm, self._read["grad_scale"] ** 2
-        rows, columns = (square(self._read["grad"], dim=dim, dtype=torch.float32).square_() for dim in (1, 0))
+        """Sums of g^2 over the columns, fp32 (rows,), and over these rows, fp64 (cols,)."""
+        grad, scale = self._read["grad"], self._read["grad_scale"] ** 2
+        rows = torch.linalg.vector_norm(grad, dim=1, dtype=torch.float32).square_()
+        columns = torch.linalg.vector_norm(grad, dim=0, dtype=torch.float64).square_()
         return rows.mul_(scale), columns.mul_(scale)
 
     def step(self, carry: tuple[Tensor, Tensor] | None, factors: Factors) -> None:

@@ -205,10 +205,10 @@ class TernaryCall:
         self._call.row_factors, self._call.column_factors = factors.rows.data_ptr(), factors.columns.data_ptr()
 
     def square_sums(self) -> tuple[Tensor, Tensor]:
-        """Sums of g^2 over the columns, fp32 (rows,), and over these rows, fp32 (cols,)."""
-        rows, cols, chunks = self._call.rows, self._call.cols, self._chunks(1)
+        """Sums of g^2 over the columns, fp32 (rows,), and over these rows, fp64 (cols,)."""
+        rows, cols, chunks = self._call.rows, self._call.cols, self._chunks(2)
         row_sums = torch.empty(rows, dtype=torch.float32, device="cpu")
-        column_sums = torch.zeros((chunks, cols), dtype=torch.float32, device="cpu")
+        column_sums = torch.zeros((chunks, cols), dtype=torch.float64, device="cpu")
         _load()[0].leantune_ternary_squares(
             ctypes.byref(self._call), row_sums.data_ptr(), column_sums.data_ptr(), chunks
         )

@@ -201,7 +201,8 @@ def _rule(grad, momentum, variance, beta2, rest2, bias, rest1, eps):
 @triton.jit
 def _momentum_of_block(
     q, q2, x, grad, momentum_scale, momentum_scale_2, variance_level, variance_step, carry_rows, carry_columns,
-    row_factors, column_factors, row, row_ok, block, cols, grad_row, grad_column, blocks_per_row, rest1, beta2, rest2, bias, eps, grad_scale,
+    row_factors, column_factors, row, row_ok, block, cols, grad_row, grad_column, blocks_per_row, rest1, beta2, rest2,
+    bias, eps, grad_scale,
     BLOCK: tl.constexpr, PLANES: tl.constexpr, RANK: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """u of one block of these rows, fp32 (rows, BLOCK), zeros where absent: what the power iteration looks at. ``q``,
@@ -236,8 +237,8 @@ def _gradient(grad, row, column, present, grad_row, grad_column, grad_scale, UNI
 
 @triton.jit
 def _encode_variance(v, previous, previous_step, bits, count, present):
-    """(x as fp32, level bits, step bits) of one block from the ratios v / f (0 where absent), its previous trits (int32, 0 where
-    absent) and step, random bits, and the number of its elements."""
+    """(x as fp32, level bits, step bits) of one block from the ratios v / f (0 where absent), its previous trits
+    (int32, 0 where absent) and step, random bits, and the number of its elements."""
     over = 1.0 / count.to(tl.float32)
     total = tl.sum(v, axis=1)
     mean = total * over
@@ -445,8 +446,8 @@ def product_kernel(
             u = _momentum_of_block(
                 q_from - 3 * q_next - 1, q2_from - 3 * q2_next - 1, x_from - 3 * x_next - 1, grad, momentum_scale,
                 momentum_scale_2, variance_level, variance_step, carry_rows, carry_columns, row_factors,
-                column_factors, row, row_ok, block, cols, grad_row, grad_column, blocks_per_row, rest1, beta2, rest2, bias, eps, grad_scale, BLOCK, PLANES, RANK,
-                UNIT,
+                column_factors, row, row_ok, block, cols, grad_row, grad_column, blocks_per_row, rest1, beta2, rest2,
+                bias, eps, grad_scale, BLOCK, PLANES, RANK, UNIT,
             )  # fmt: skip
             x_from = x_next
             q_from = q_next
@@ -496,8 +497,8 @@ def columns_kernel(
             q2 = _stored_digits(momentum_trits_2, at, element, width, present) - 1
         u = _momentum_of_block(
             q, q2, x, grad, momentum_scale, momentum_scale_2, variance_level, variance_step, carry_rows, carry_columns,
-            row_factors, column_factors, row, row_ok, block, cols, grad_row, grad_column, blocks_per_row, rest1, beta2, rest2, bias, eps, grad_scale,
-            BLOCK, PLANES, RANK, UNIT,
+            row_factors, column_factors, row, row_ok, block, cols, grad_row, grad_column, blocks_per_row, rest1, beta2,
+            rest2, bias, eps, grad_scale, BLOCK, PLANES, RANK, UNIT,
         )  # fmt: skip
         mask = row_ok[:, None] & (rank < RANK)[None, :]
         mine = tl.load(product + row[:, None] * RANK + rank[None, :], mask=mask, other=0.0)

@@ -29,6 +29,9 @@ class LeanOptimizer(torch.optim.Optimizer):
     structural: tuple[str, ...] = ("rounding", "master_bits")
     """Group keys that decide what the state tensors are; a checkpoint must agree on them."""
 
+    convertible: bool = False
+    """Whether load_state_dict(..., convert=True) takes a state with other structural settings."""
+
     shardable: bool = True
     """Whether a parameter may be a DTensor sharded by rows."""
 
@@ -297,7 +300,8 @@ class LeanOptimizer(torch.optim.Optimizer):
                 if theirs.get(key) != mine[key]:
                     raise StateMismatchError(
                         f"group {index} was saved with {key}={theirs.get(key)!r}, this optimizer has "
-                        f"{key}={mine[key]!r}. Build it with {key}={theirs.get(key)!r} to go on from this state."
+                        f"{key}={mine[key]!r}. Build it with {key}={theirs.get(key)!r} to go on from this state"
+                        + (", or load_state_dict(state, convert=True) to code it anew." if self.convertible else ".")
                     )
 
     def _merged_group(self, mine: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:

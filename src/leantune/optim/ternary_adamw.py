@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from leantune.codec.counter_hash import low_fraction, random_bits, splitmix64
+from leantune.codec.factored import Factors
 from leantune.codec.low_rank import PowerIteration
 from leantune.codec.ternary_state import REPLICATED, TernaryState, tensor_specs
 from leantune.codec.tiles import TILE_ELEMENTS, BlockGrid, Tile, matrix_shape, tiles
@@ -27,6 +28,7 @@ from leantune.codec.trits import TRITS_PER_BYTE
 from leantune.errors import InvalidArgumentError
 from leantune.kernels import gpu, native
 from leantune.optim.base import LeanOptimizer, check_betas, check_common
+from leantune.optim.conversion import to_own_format, to_torch_adamw
 from leantune.optim.report import StateLayout
 from leantune.optim.row_shard import RowShard
 from leantune.optim.weights import WeightMatrix, master_spec
@@ -84,6 +86,7 @@ class TernaryAdamW(LeanOptimizer):
     Source: the scheme is described in docs/ternary_states.md.
     """
 
+    convertible = True
     structural = ("states", "block_size", "momentum_planes", "carry_rank", "master_bits")
 
     def __init__(
@@ -146,6 +149,23 @@ class TernaryAdamW(LeanOptimizer):
         specs = tensor_specs(rows, cols, group["block_size"], group["momentum_planes"], rank)
         return StateLayout("ternary", note, specs | master, REPLICATED)
 
+    def exact_state_dict(self) -> dict[str, Any]:
+        """This state as torch.optim.AdamW's: fp32 moments, 8 bytes a parameter, and its groups' settings.
+
+        ``torch.optim.AdamW(params).load_state_dict(optimizer.exact_state_dict())`` goes on with AdamW. What the carry
+        and the trits hold of momentum is what AdamW gets; sharded parameters raise StateMismatchError.
+        """
+        return to_torch_adamw(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any], convert: bool = False) -> None:
+        """Restore a state saved by ``state_dict()``, or take over torch AdamW's, which is coded into trits.
+
+        ``convert``: also take a TernaryAdamW's state with another block size, rank, number of planes or storage, coded
+        anew for this optimizer's settings: that loses as much as storing loses in a step, once.
+        Raises StateMismatchError, with nothing changed, for anything else.
+        """
+        super().load_state_dict(to_own_format(self, state_dict, convert))
+
     def _apply(
         self, shard: RowShard, grad: Tensor, group: dict[str, Any], state: dict[str, Any], grad_scale: float, key: int
     ) -> None:
@@ -199,7 +219,7 @@ class _Step:
         if state.has_carry:
             stored = self._refreshed_carry(grad, state, walk, grids)
             carry = stored[0].float(), stored[1].float()
-        factors = state.average_factors(*self._square_means(grad, walk), self.beta2)
+        factors = self._averaged_factors(state, *self._square_sums(grad, walk))
         for tile in walk:
             grid = grids[tile.cols]
             top, first = self.shard.first_row + tile.top, tile.left // self.block_size
@@ -245,8 +265,7 @@ class _Step:
             iteration.set(*call.power_iteration(iteration.basis))
             carry = iteration.finish(self.shard.total)
         row_sums, column_sums = call.square_sums()
-        means = row_sums.div_(grad.shape[1]), self.shard.total(column_sums).div_(self.shard.all_rows)
-        call.step(carry, state.average_factors(*means, self.beta2))
+        call.step(carry, self._averaged_factors(state, row_sums, column_sums))
         if carry is not None:
             state.write_carry(carry)
 
@@ -262,16 +281,21 @@ class _Step:
             iteration.add(tile.top, grid.join(u))
         return iteration.finish(self.shard.total)
 
-    def _square_means(self, grad: Tensor, walk: list[Tile]) -> tuple[Tensor, Tensor]:
-        """Means of g^2 over the columns, fp32 (rows,), and over all rows of the parameter, fp32 (cols,)."""
+    def _square_sums(self, grad: Tensor, walk: list[Tile]) -> tuple[Tensor, Tensor]:
+        """Sums of g^2 over the columns, fp32 (rows,), and over the rows that are here, fp64 (cols,)."""
         rows, cols = grad.shape
         row_sums = torch.zeros(rows, dtype=torch.float32, device=grad.device)
-        column_sums = torch.zeros(cols, dtype=torch.float32, device=grad.device)
+        column_sums = torch.zeros(cols, dtype=torch.float64, device=grad.device)
         for tile in walk:
             square = self._gradient(grad, tile).square()
             row_sums[tile.top : tile.bottom] += square.sum(dim=1)
-            column_sums[tile.left : tile.right] += square.sum(dim=0)
-        return row_sums.div_(cols), self.shard.total(column_sums).div_(self.shard.all_rows)
+            column_sums[tile.left : tile.right] += square.sum(dim=0, dtype=torch.float64)
+        return row_sums, column_sums
+
+    def _averaged_factors(self, state: TernaryState, row_sums: Tensor, column_sums: Tensor) -> Factors:
+        """The new factors. In fp64, sums over rows come out the same however the rows are shared out."""
+        columns = self.shard.total(column_sums).div_(self.shard.all_rows).float()
+        return state.average_factors(row_sums.div_(len(columns)), columns, self.beta2)
 
     def _gradient(self, grad: Tensor, tile: Tile) -> Tensor:
         return tile.of(grad).float() if self.grad_scale == 1.0 else tile.of(grad).float() * self.grad_scale

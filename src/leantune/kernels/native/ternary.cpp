@@ -53,7 +53,7 @@ namespace portable {
 
 typedef void (*StepRows)(const LeantuneTernary *, int64_t, int64_t);
 typedef void (*MomentumRows)(const LeantuneTernary *, int64_t, int64_t, const float *, float *, float *, double *);
-typedef void (*SquareRows)(const LeantuneTernary *, int64_t, int64_t, float *, float *);
+typedef void (*SquareRows)(const LeantuneTernary *, int64_t, int64_t, float *, double *);
 
 struct Variant {
     const char *name;
@@ -110,7 +110,7 @@ void leantune_ternary_momentum(const LeantuneTernary *t, const float *basis, flo
                           columns + (int64_t)chunk * t->rank * t->cols, gram + (int64_t)chunk * t->rank * t->rank);
 }
 
-void leantune_ternary_squares(const LeantuneTernary *t, float *rows, float *columns, int chunks) {
+void leantune_ternary_squares(const LeantuneTernary *t, float *rows, double *columns, int chunks) {
     const Variant *variant = chosen;
 #pragma omp parallel for num_threads(t->threads) schedule(dynamic, 1)
     for (int chunk = 0; chunk < chunks; chunk++)

@@ -48,8 +48,8 @@ int leantune_use(const char *instructions);
    Rows fall into `chunks` equal ranges, so sums do not depend on the number of threads. */
 void leantune_ternary_momentum(const LeantuneTernary *t, const float *basis, float *product, float *columns,
                                double *gram, int chunks);
-/* Sums of squares of the scaled gradient: rows fp32 (rows), columns fp32 (chunks, cols), the latter zeroed by the caller. */
-void leantune_ternary_squares(const LeantuneTernary *t, float *rows, float *columns, int chunks);
+/* Sums of squares of the scaled gradient: rows fp32 (rows), columns fp64 (chunks, cols), the latter zeroed by the caller. */
+void leantune_ternary_squares(const LeantuneTernary *t, float *rows, double *columns, int chunks);
 /* Decode, rule, encode, move the weights. */
 void leantune_ternary_step(const LeantuneTernary *t);
 

@@ -429,7 +429,7 @@ static void step_rows(const LeantuneTernary *t, int64_t top, int64_t bottom) {
 }
 
 // rows[r] = sum g^2 of row r, columns += g^2, for rows [top, bottom).
-static void square_rows(const LeantuneTernary *t, int64_t top, int64_t bottom, float *rows, float *columns) {
+static void square_rows(const LeantuneTernary *t, int64_t top, int64_t bottom, float *rows, double *columns) {
     const int64_t wide = 5 * (int64_t)t->block;
     std::vector<float> scratch(wide);
     float *__restrict square = scratch.data();
@@ -440,9 +440,9 @@ static void square_rows(const LeantuneTernary *t, int64_t top, int64_t bottom, f
             load(t->grad, t->grad_dtype, row * t->grad_row + left * t->grad_column, t->grad_column, n, square);
             fill(square, 0.0f, n, padded);
             const float factor = t->grad_scale;
-            float *__restrict column = columns + left;
+            double *__restrict column = columns + left;
             for (int i = 0; i < padded; i++) square[i] = (square[i] * factor) * (square[i] * factor);
-            for (int i = 0; i < n; i++) column[i] += square[i];
+            for (int i = 0; i < n; i++) column[i] += (double)square[i];
             total += sum(square, padded);
         }
         rows[row] = total;
