@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -57,6 +58,28 @@ def test_o1_o2_resume_is_bit_exact_and_loads_weights_only(rule: str, dtype: torc
         train(model, optimizer, number, 1)
         train(other, resumed, number, 1)
         assert torch.equal(weights(model), weights(other))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_o2_deepcopy_pickle_and_safetensors_keep_the_state(rule: str, tmp_path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model = small_model(torch.bfloat16)
+    optimizer = RULES[rule](model.named_parameters())
+    train(model, optimizer, 0, 3)
+    saved = optimizer.state_dict()
+    flat = {f"{number}.{name}": value for number, state in saved["state"].items() for name, value in state.items()}
+    save_file(flat, tmp_path / "state.safetensors")
+    read = load_file(tmp_path / "state.safetensors")
+    states = {number: {name: read[f"{number}.{name}"] for name in state} for number, state in saved["state"].items()}
+    ends = []
+    for way in ("itself", "deepcopy", "pickle", "safetensors"):
+        both = (copy.deepcopy if way != "pickle" else lambda pair: pickle.loads(pickle.dumps(pair)))((model, optimizer))
+        if way == "safetensors":
+            both[1].load_state_dict({**saved, "state": states})
+        train(*both, 3, 2)
+        ends.append(weights(both[0]))
+    assert all(torch.equal(ends[0], end) for end in ends[1:])
 
 
 def test_o3_saves_and_loads_before_any_step_and_with_frozen_parameters() -> None:

@@ -59,7 +59,7 @@ def drive(optimizer: LeanOptimizer, param: Tensor, grads: list[Tensor]) -> None:
 def decoded(optimizer: LeanOptimizer, param: Tensor) -> tuple[Tensor, Tensor]:
     """Rows and values of the slots."""
     state = optimizer.state[param]
-    return state["slot_rows"].to(torch.int64), decode_columns(state["slot_values"], state["slot_exponents"])
+    return state["slot_rows"].to(torch.int64) & 0xFFFF, decode_columns(state["slot_values"], state["slot_exponents"])
 
 
 @pytest.mark.parametrize("kind", GRADIENTS)
@@ -236,7 +236,7 @@ def test_a_resumed_run_through_safetensors_and_a_copy_go_on_bit_for_bit(tmp_path
     twins = [nn.Parameter(param.detach().clone()) for param in params]
     resumed = lt.TacoOneSparse(twins, lr=1.0)
     resumed.load_state_dict({"state": state, "param_groups": copy.deepcopy(saved["param_groups"])})
-    assert resumed.state[twins[0]]["slot_values"].dtype is torch.float8_e4m3fn
+    assert resumed.state[twins[0]]["slot_values"].dtype is torch.uint8
     copies, copied = copy.deepcopy((params, optimizer))
     for number in (5, 6):
         for which, stepped in ((params, optimizer), (twins, resumed), (copies, copied)):

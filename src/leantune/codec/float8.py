@@ -21,7 +21,8 @@ _LEAST_EXPONENT = 8
 def encode_columns(values: Tensor, random16: Tensor) -> tuple[Tensor, Tensor]:
     """Round fp32 ``values`` (k, columns), overwritten, stochastically to float8; returns (codes, exponents).
 
-    ``random16``: int32 (k, columns) in [0, 65536). Codes are float8_e4m3fn (k, columns), exponents uint8 (columns,),
+    ``random16``: int32 (k, columns) in [0, 65536). Codes are the bytes of float8_e4m3fn (k, columns), as uint8 (torch
+    cannot pickle float8), exponents uint8 (columns,),
     0 where a column is all zero: k + 1 bytes a column. In expectation a number decodes to itself (to 2^-20 of it).
 
     >>> codes, exponents = encode_columns(torch.tensor([[1.0, 0.0], [-0.3125, 0.0]]), torch.zeros(2, 2).int())
@@ -31,13 +32,13 @@ def encode_columns(values: Tensor, random16: Tensor) -> tuple[Tensor, Tensor]:
     exponents = values.abs().amax(dim=0).view(torch.int32).bitwise_right_shift_(23)
     exponents.masked_fill_(exponents < _LEAST_EXPONENT, 0)
     scaled = values.mul_(_power_of_two(_BIAS + _TOP - exponents, exponents > 0))
-    return round_stochastic_(scaled, FLOAT8, random16).to(FLOAT8), exponents.to(torch.uint8)
+    return round_stochastic_(scaled, FLOAT8, random16).to(FLOAT8).view(torch.uint8), exponents.to(torch.uint8)
 
 
 def decode_columns(codes: Tensor, exponents: Tensor) -> Tensor:
     """fp32 (k, columns) from what :func:`encode_columns` made; exact."""
     wide = exponents.to(torch.int32)
-    return codes.float().mul_(_power_of_two(wide - (_BIAS + _TOP), wide > 0))
+    return codes.view(FLOAT8).float().mul_(_power_of_two(wide - (_BIAS + _TOP), wide > 0))
 
 
 def _power_of_two(power: Tensor, where: Tensor) -> Tensor:

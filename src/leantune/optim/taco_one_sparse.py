@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from leantune.codec.counter_hash import high_half, random_bits, splitmix64
-from leantune.codec.float8 import FLOAT8, decode_columns, encode_columns
+from leantune.codec.float8 import decode_columns, encode_columns
 from leantune.codec.tiles import TILE_ELEMENTS, Tile, tiles
 from leantune.errors import InvalidArgumentError
 from leantune.optim.base import LeanOptimizer, check_common
@@ -35,7 +35,7 @@ MAX_SLOTS = 28
 """Slots a column: 28 x (2 bytes of row + 1 of value) + 1 of scale = 85 bytes."""
 PANEL_COLUMNS = 2048
 """Columns walked together; a multiple of the 128 columns that share a key of random bits."""
-_UINT16_ROWS = 1 << 16
+_INT16_ROWS = 1 << 16
 _HASH_BLOCK = 128
 
 
@@ -173,7 +173,7 @@ class TacoOneSparse(LeanOptimizer):
             reason,
             {
                 "slot_rows": ((count, total), row_dtype),
-                "slot_values": ((count, total), FLOAT8),
+                "slot_values": ((count, total), torch.uint8),
                 "slot_exponents": ((total,), torch.uint8),
             },
         )
@@ -225,7 +225,7 @@ def _from_slots(
     columns = slice(panel.first, panel.first + panel.tile.cols)
     stored_rows, stored_values = state["slot_rows"][:, columns], state["slot_values"][:, columns]
     exponents = state["slot_exponents"][columns]
-    rows, history = stored_rows.to(torch.int64), decode_columns(stored_values, exponents)
+    rows, history = _row_numbers(stored_rows), decode_columns(stored_values, exponents)
     occupied = history != 0
     history.mul_(beta).add_(_scaled(grad.gather(0, rows), grad_scale).mul_(1 - beta).mul_(occupied))
     newcomer = largest_outside(grad, rows, occupied)
@@ -321,5 +321,11 @@ def _scaled(grad: Tensor, grad_scale: float) -> Tensor:
 
 
 def _row_dtype(rows: int) -> torch.dtype:
-    """The narrowest integer that names every row."""
-    return torch.uint16 if rows <= _UINT16_ROWS else torch.int32
+    """The narrowest integer that names every row: int16 for up to 2^16, by its bits (torch cannot pickle uint16)."""
+    return torch.int16 if rows <= _INT16_ROWS else torch.int32
+
+
+def _row_numbers(stored: Tensor) -> Tensor:
+    """int64 from what is stored."""
+    rows = stored.to(torch.int64)
+    return rows.bitwise_and_(0xFFFF) if stored.dtype is torch.int16 else rows
