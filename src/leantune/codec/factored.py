@@ -19,7 +19,8 @@ class Factors:
 
     def __init__(self, rows: Tensor, columns: Tensor) -> None:
         mean = columns.mean()
-        self.rows = rows * torch.where(mean > 0, 1 / mean, 0.0)
+        # Below, 1 / mean would not be finite, and every f is the smallest in any case.
+        self.rows = rows * torch.where(mean > 2.0**-120, 1 / mean, 0.0)
         self.columns = columns
 
     def of(self, top: int, bottom: int, left: int, right: int) -> Tensor:
