@@ -81,8 +81,8 @@ def encode(
 def _raised(level: Tensor, step: Tensor, values: Tensor, empty: Tensor) -> Tensor:
     """The level, raised by what lies beyond it and its step: log2 of sum v / sum min(v, L^-1(l + d)).
 
-    A trit reaches no further than d above l. Where few elements of a block are alive (dead inputs, one-hot data) the
-    live ones lie beyond, and what each encode cut off would compound: v would settle at (1 - beta2) g^2, not at g^2.
+    A trit reaches no further than d above l. Where few elements of a block are alive the live ones lie
+    beyond, and what each encode cut off would compound: v would settle at (1 - beta2) g^2, not at g^2.
     """
     reach = decode(torch.ones_like(level, dtype=torch.float32).unsqueeze(-1), level, step)
     wanted, kept = (v.sum(dim=-1).view(torch.int32).to(torch.int64) for v in (values, torch.minimum(values, reach)))

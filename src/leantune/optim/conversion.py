@@ -188,17 +188,18 @@ def _recoded(
 
 def _encode(tensors: dict[str, Tensor], block: int, walk: list[Tile], read: Moments, key: int) -> None:
     state, device = TernaryState(tensors, block), tensors["momentum_trits"].device
-    rows, columns = tensors["variance_rows"], tensors["variance_columns"]
-    sums = torch.zeros(len(columns), dtype=torch.float64, device=device)
+    rows, cols = len(tensors["variance_rows"]), len(tensors["variance_columns"])
+    row_means = torch.zeros(rows, dtype=torch.float32, device=device)
+    sums = torch.zeros(cols, dtype=torch.float64, device=device)
     for tile in walk:
         variance = read(tile)[1]
-        rows[tile.top : tile.bottom] += variance.sum(dim=1) / len(columns)
+        row_means[tile.top : tile.bottom] += variance.sum(dim=1) / cols
         sums[tile.left : tile.right] += variance.sum(dim=0, dtype=torch.float64)
-    factors = state.average_factors(rows.clone(), (sums / len(rows)).float(), beta2=0.0)
+    factors = state.average_factors(row_means, (sums / rows).float(), beta2=0.0)
     carry = None
     for number in range(_CARRY_ITERATIONS if state.has_carry else 0):
         basis = torch.zeros_like(tensors["carry_columns"], dtype=torch.float32) if carry is None else carry[1]
-        iteration = PowerIteration(len(rows), basis, splitmix64(key + number))
+        iteration = PowerIteration(rows, basis, splitmix64(key + number))
         for tile in walk:
             iteration.add(tile.top, read(tile)[0])
         stored = iteration.finish(lambda part: part)
