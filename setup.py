@@ -37,7 +37,7 @@ setup(
         Extension(
             "leantune.kernels._native",
             [f"{SOURCES}/ternary.cpp"],
-            depends=[f"{SOURCES}/ternary.h", f"{SOURCES}/ternary_rows.hpp"],
+            depends=[f"{SOURCES}/{name}" for name in ("ternary.h", "simd.hpp", "ternary_rows.hpp")],
             extra_compile_args=FLAGS,
             language="c++",
             optional=True,

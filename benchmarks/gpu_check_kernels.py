@@ -28,10 +28,12 @@ KERNEL_CASES = [
     ((2048, 2048), BF16, BF16, {"carry_rank": 16}),
     ((2048, 1024), BF16, FP32, {"rounding": "nearest", "carry_rank": 0}),
     ((1024, 2048), BF16, BF16, {"transposed gradient": True}),
+    ((1024, 4100), BF16, BF16, {"dead columns": True}),
 ]
 SMALL_KERNEL_CASES = [
     ((24, 130), BF16, BF16, {"carry_rank": 1}),
     ((2, 40), FP32, FP32, {"carry_rank": 0, "transposed gradient": True}),
+    ((24, 400), BF16, BF16, {"carry_rank": 1, "dead columns": True}),
 ]
 
 
@@ -97,11 +99,16 @@ def _against_plain(
     options = dict(options)
     if options.pop("transposed gradient", False):
         param.grad = param.grad.t().contiguous().t()
+    dead = options.pop("dead columns", False)
     optimizer = lt.TernaryAdamW([param], lr=LR, **options)
     with native.reference_rule():
         for seed in range(3):
+            if dead:
+                _silence(param.grad, blocks=2)
             optimizer.step()
             param.grad.mul_(0.7).add_(noise(machine, shape, grad_dtype, seed + 2))
+        if dead:  # the second block wakes up in the step that is compared
+            _silence(param.grad, blocks=1)
         start = {name: value.clone() for name, value in tensors(param, optimizer).items()}
         optimizer.step()
     theirs = {name: value.clone() for name, value in tensors(param, optimizer).items()}
@@ -111,6 +118,12 @@ def _against_plain(
     with machine.kernels():
         optimizer.step()
     return _compare(tensors(param, optimizer), theirs)
+
+
+def _silence(grad: Tensor, blocks: int) -> None:
+    """No gradient in the first blocks of 128 columns, nor in every third column."""
+    grad[:, : 128 * blocks] = 0
+    grad[:, ::3] = 0
 
 
 def _compare(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[bool, dict[str, Any]]:
@@ -238,11 +251,14 @@ def _step_times(machine: Machine) -> tuple[bool, dict[str, Any]]:
 
 
 def _bytes_moved(param: Tensor, optimizer: lt.TernaryAdamW) -> int:
-    """Bytes that must cross memory in one update: the weight and the states read and written, the gradient read; with
-    a carry the gradient and the states are read twice more."""
+    """Bytes that must cross memory in one update: the gradient read for its squares; the gradient read, the weight and
+    the states read and written in the step; with a carry, the gradient and what u decodes from read twice more."""
     state = {name: value.nbytes for name, value in optimizer.state[param].items() if name != "step"}
-    once = 2 * param.nbytes + param.grad.nbytes + 2 * sum(state.values())
-    return once + (2 * (param.grad.nbytes + sum(state.values())) if "carry_rows" in state else 0)
+    total = 2 * param.nbytes + 2 * param.grad.nbytes + 2 * sum(state.values())
+    if "carry_rows" in state:
+        decoded = sum(size for name, size in state.items() if name not in ("weight_remainder", "carry_basis"))
+        total += 2 * (param.grad.nbytes + decoded)
+    return total
 
 
 def _copy_bandwidth(machine: Machine) -> float:
@@ -255,8 +271,8 @@ def _copy_bandwidth(machine: Machine) -> float:
 
 
 def tuning(machine: Machine) -> Iterator[Case]:
-    """The step kernel's time for other tiles and warps, and what the halves of the power iteration take: a hint for
-    whoever sets gpu.py's sizes."""
+    """An update's time for other tiles of the step kernel and other warps, without and with a carry: a hint for whoever
+    sets gpu.py's sizes."""
     for tile, warps in (
         ((1024, 4),) if machine.small else ((1024, 4), (1024, 8), (2048, 4), (512, 2), (512, 4), (1024, 2))
     ):

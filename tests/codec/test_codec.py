@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from leantune.codec import log_ternary, ternary
+from leantune.codec.column_factors import ColumnFactors
 from leantune.codec.counter_hash import high_half, low_fraction, random_bits, splitmix64, stream_key
-from leantune.codec.low_rank import PowerIteration, initial_basis
+from leantune.codec.low_rank import initial_basis, next_basis
 from leantune.codec.rounding import join_24, round_stochastic_, split_24
-from leantune.codec.tiles import BlockGrid, tiles
+from leantune.codec.tiles import BlockGrid
 from leantune.codec.trits import pack_trits, packed_bytes, unpack_trits
 
 CPU = torch.device("cpu")
@@ -103,7 +104,7 @@ def test_an_all_zero_block_stays_zero() -> None:
     none = torch.zeros(1, 1, dtype=torch.bfloat16)
     values = log_ternary.decode(zeros, none, none)
     assert 0 < values.max() < 1e-37
-    x, level, step = log_ternary.encode(values, counts, None, zeros, none, torch.full_like(zeros, 0.99))
+    x, level, step = log_ternary.encode(values, torch.ones(1, 128), zeros, none, torch.full_like(zeros, 0.99))
     assert x.abs().sum() == 0 and level.item() == 0 and step.item() == 0
 
 
@@ -114,14 +115,14 @@ def test_log_ternary_keeps_the_spread_over_thousands_of_steps(cols: int) -> None
     generator = torch.Generator().manual_seed(0)
     scale = torch.exp(torch.randn(8, cols, generator=generator))
     beta2, exact = 0.999, torch.zeros(8, grid.blocks, 128)
-    x = torch.zeros(8, grid.blocks, 128)
+    x, live = torch.zeros(8, grid.blocks, 128), grid.split(torch.ones(1, cols))[0]
     level, step = (torch.zeros(8, grid.blocks, dtype=torch.bfloat16) for _ in range(2))
     for number in range(3000):
         square = grid.split((scale * torch.randn(8, cols, generator=generator)) ** 2)
         exact = beta2 * exact + (1 - beta2) * square
-        values = beta2 * log_ternary.decode(x, level, step) + (1 - beta2) * square
+        values = live * (beta2 * log_ternary.decode(x, level, step) + (1 - beta2) * square)
         bits = random_bits(stream_key(0, number, 0), 0, 8, 0, grid.blocks, 128, CPU)
-        x, level, step = log_ternary.encode(values, grid.counts, grid.mask, x, step, low_fraction(bits))
+        x, level, step = log_ternary.encode(values, live, x, step, low_fraction(bits))
     assert 0.5 < step.float().median() < 8
     decoded = log_ternary.decode(x, level, step)
     sample = grid.split(scale * torch.randn(8, cols, generator=generator))
@@ -133,7 +134,6 @@ def test_log_ternary_keeps_the_spread_over_thousands_of_steps(cols: int) -> None
 
 
 def test_a_fallen_gradient_lets_v_fall() -> None:
-    counts = torch.full((1,), 128.0)
     generator = torch.Generator().manual_seed(0)
     x, none = torch.zeros(4, 1, 128), torch.zeros(4, 1, dtype=torch.bfloat16)
     level, step, beta2, exact = none, none.clone(), 0.99, torch.zeros(4, 1, 128)
@@ -143,23 +143,31 @@ def test_a_fallen_gradient_lets_v_fall() -> None:
         exact = beta2 * exact + (1 - beta2) * square
         values = beta2 * log_ternary.decode(x, level, step) + (1 - beta2) * square
         bits = random_bits(stream_key(0, number, 0), 0, 4, 0, 1, 128, CPU)
-        x, level, step = log_ternary.encode(values, counts, None, x, step, low_fraction(bits))
+        x, level, step = log_ternary.encode(values, torch.ones(1, 128), x, step, low_fraction(bits))
     ratio = log_ternary.decode(x, level, step).mean() / exact.mean()
     assert 0.7 < ratio < 1.5
 
 
-def test_power_iteration_finds_the_low_rank_part_from_tiles() -> None:
+def test_orthogonal_iteration_finds_the_low_rank_part() -> None:
     generator = torch.Generator().manual_seed(0)
     signal = torch.randn(60, 3, generator=generator) @ torch.randn(3, 80, generator=generator)
     matrix = signal + 0.1 * torch.randn(60, 80, generator=generator)
     basis = initial_basis(80, 4, 1, CPU)
-    for number in range(3):
-        iteration = PowerIteration(60, basis, number)
-        for tile in tiles(60, 80, elements=800):
-            iteration.add(tile.top, tile.of(matrix))
-        rows, columns = iteration.finish(lambda part: part)
-        basis = columns.float()
-    assert (rows.float() @ columns.float().t() - signal).norm() / signal.norm() < 0.05
-    zero = PowerIteration(60, basis, 9)
-    zero.add(0, torch.zeros(60, 80))
-    assert all(part.abs().sum() == 0 for part in zero.finish(lambda part: part))
+    for _ in range(4):
+        basis = next_basis(matrix.t() @ (matrix @ basis.float()), basis)
+    projected = (matrix @ basis.float()) @ basis.float().t()
+    assert (projected - signal).norm() / signal.norm() < 0.05
+    # A direction that the matrix lacks, or a matrix of zeros, leaves a whole basis: nothing is lost or not a number.
+    for products in (torch.zeros(80, 4), matrix.t() @ (signal @ basis.float()), 1e-30 * torch.eye(80, 4)):
+        after = next_basis(products, basis).float()
+        assert (after.t() @ after - torch.eye(4)).abs().max() < 0.02
+
+
+def test_column_factors_leave_dead_columns_out() -> None:
+    factors = ColumnFactors(torch.tensor([0.0, 1.0, 2.0, 1e-30]))
+    assert factors.live.tolist() == [0, 1, 1, 1]
+    assert factors.times[0] == factors.over[0] == 0
+    torch.testing.assert_close(factors.times * factors.over, factors.live)
+    assert factors.times[1] == pytest.approx(4 / 3) and factors.times[3] == 2.0**-40
+    nothing = ColumnFactors(torch.zeros(3))
+    assert not (nothing.times.any() or nothing.over.any() or nothing.live.any())

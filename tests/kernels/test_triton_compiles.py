@@ -13,18 +13,18 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from leantune.kernels import triton_ternary
 
-POINTERS = {"remainder": "*i8", "product": "*fp32", "columns": "*fp32", "basis": "*fp32"}
+POINTERS = {"remainder": "*i8", "product": "*fp32", "columns": "*fp32", "basis": "*bf16", "squares": "*fp64"}
 POINTERS |= {name: "*u8" for name in ("momentum_trits", "momentum_trits_2", "variance_trits")}
 POINTERS |= {name: "*bf16" for name in ("grad", "weight", "momentum_scale", "momentum_scale_2", "variance_level")}
-POINTERS |= {name: "*fp32" for name in ("row_factors", "column_factors", "new_row_factors", "new_column_factors")}
+POINTERS |= {name: "*fp32" for name in ("times", "over")}
 POINTERS |= {name: "*bf16" for name in ("variance_step", "carry_rows", "carry_columns", "new_rows", "new_columns")}
 
 def compile_for(capability, kernel, **constants):
     signature, values, known = {}, {}, {}
     for place, name in enumerate(kernel.arg_names):
         absent = name == "remainder" and not constants.get("REMAINDER")
-        absent |= name.endswith("_2") and constants["PLANES"] == 1
-        absent |= constants["RANK"] == 0 and name in ("carry_rows", "carry_columns", "new_rows", "new_columns")
+        absent |= name.endswith("_2") and constants.get("PLANES") == 1
+        absent |= constants.get("RANK") == 0 and name in ("carry_rows", "carry_columns", "new_rows", "new_columns")
         if name in constants or absent:
             signature[name], values[name] = "constexpr", constants.get(name)
         elif name in POINTERS:
@@ -37,9 +37,11 @@ def compile_for(capability, kernel, **constants):
     assert signature["rows"] == "i64" and len(made.asm["cubin"]) > 0
     print(kernel.__name__, capability, len(made.asm["cubin"]), flush=True)
 
-common = dict(BLOCK=128, UNIT=True, ALIGNED=True)
+layout = dict(UNIT=True, ALIGNED=True)
+common = dict(BLOCK=128, **layout)
 step = dict(ROWS=8, STOCHASTIC=True, **common)
 for capability in (80, 90):
+    compile_for(capability, triton_ternary.squares_kernel, ROWS=16, WIDTH=128, **layout)
     compile_for(capability, triton_ternary.step_kernel, PLANES=1, RANK=4, REMAINDER=False, **step)
     compile_for(capability, triton_ternary.step_kernel, PLANES=2, RANK=0, REMAINDER=True, **step)
     for kernel in (triton_ternary.product_kernel, triton_ternary.columns_kernel):
@@ -62,7 +64,7 @@ def run_script(folder: Path, text: str) -> list[str]:
 @pytest.mark.slow
 def test_kernels_compile_for_cuda_without_a_gpu(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    assert len(run_script(tmp_path, SCRIPT)) == 8
+    assert len(run_script(tmp_path, SCRIPT)) == 10
 
 
 BIND = """
@@ -91,7 +93,8 @@ for shape, lr in (((256, 4096), 1e-3), ((1024, 4096), 1.0), ((64, 14336), 16), (
         optimizer.param_groups[0]["lr"] = lr * (step + 1)
         param.grad = torch.zeros_like(param)
         optimizer.step()
-for kernel in (triton_ternary.step_kernel, triton_ternary.product_kernel, triton_ternary.columns_kernel):
+names = ("squares_kernel", "step_kernel", "product_kernel", "columns_kernel")
+for kernel in (getattr(triton_ternary, name) for name in names):
     print(kernel.__name__, len(kernel.device_caches[0][0]))
 """
 
@@ -100,4 +103,4 @@ for kernel in (triton_ternary.step_kernel, triton_ternary.product_kernel, triton
 def test_o8_o9_one_compiled_kernel_for_all_shapes_rates_and_steps(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     lines = run_script(tmp_path, BIND)
-    assert lines == ["step_kernel 1", "product_kernel 1", "columns_kernel 1"]
+    assert lines == ["squares_kernel 1", "step_kernel 1", "product_kernel 1", "columns_kernel 1"]

@@ -38,43 +38,32 @@ def decode(trits: Tensor, level: Tensor, step: Tensor) -> Tensor:
 
 
 def encode(
-    values: Tensor, counts: Tensor, mask: Tensor | None, previous_trits: Tensor, previous_step: Tensor, uniform: Tensor
+    values: Tensor, live: Tensor, previous_trits: Tensor, previous_step: Tensor, uniform: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Encode v, fp32 blocks (rows, blocks, size), given the block's previous trits and step.
 
-    ``counts`` (blocks,) fp32: elements that exist; ``mask`` (blocks, size) fp32 of 1 and 0, or None where all exist;
+    ``live`` (blocks, size) fp32: 1 where an element counts, 0 where it is absent or dead: there v is 0 and the trit 0;
     ``uniform``: fp32 in [0, 1), the random number of each element. Returns (trits fp32, level bfloat16, step bfloat16).
 
     The step follows L(v): it is the slope of L(v) on the trits it was last coded with, cov(L(v), x) / var(x). Refitted
     from new trits it would shrink at every encode until they carry nothing; as a ratio of spreads every jump of a
     heavy-tailed gradient would widen it.
     """
-    if mask is not None:
-        values = values * mask
+    counts = live.sum(dim=-1).clamp_(min=1)
     mean = values.sum(dim=-1).div_(counts)
     # What an empty block decoded to must not make it a block of its own.
     empty = mean <= _EMPTY
     floored = torch.maximum(values, (mean * FLOOR).clamp_(min=2.0**-126).unsqueeze(-1))
-    bits = floored.view(torch.int32)
-    first = bits[..., :1]
-    # Offsets from the block's first element keep integers near 1e9 exact enough in fp32.
-    offset = bits.sub(first).float().mul_(1 / OCTAVE)
-    if mask is not None:
-        offset.mul_(mask)
-    first64 = first.squeeze(-1).to(torch.int64)
-    centre = first64 + (offset.sum(dim=-1).div_(counts) * OCTAVE).to(torch.int64)
-    upper = ((centre + (1 << 15)) >> 16).clamp_(max=_MAX_CENTRE >> 16)
-    shift = ((upper << 16) - first64).float().mul_(1 / OCTAVE)
-    offset.sub_(shift.unsqueeze(-1))
-    if mask is not None:
-        offset.mul_(mask)
-    step = _next_step(offset, counts, previous_trits, previous_step).masked_fill_(empty, 0.0)
+    # L(v) - L(mean v): a few octaves at most, so that fp32 holds it well.
+    centre = mean.view(torch.int32)
+    offset = floored.view(torch.int32).sub(centre.unsqueeze(-1)).float().mul_(live * (1 / OCTAVE))
+    average = offset.sum(dim=-1).div_(counts)
+    upper = (centre + (average * OCTAVE).to(torch.int32) + (1 << 15) >> 16).clamp_(max=_MAX_CENTRE >> 16)
+    step = _next_step(offset, average, counts, previous_trits, previous_step).masked_fill_(empty, 0.0)
     level = upper.to(torch.int16).view(torch.bfloat16).masked_fill_(empty, 0.0)
     inverse = torch.where(empty, 0.0, 1.0 / step.float())
-    trits = offset.mul_(inverse.unsqueeze(-1)).clamp_(-1, 1).add_(uniform).floor_()
-    if mask is not None:
-        trits.mul_(mask)
-    # An empty block has inverse 0, so its trits are floor(0 + uniform) = 0 already.
+    shift = ((upper << 16) - centre).float().mul_(1 / OCTAVE)
+    trits = offset.sub_(shift.unsqueeze(-1)).mul_(inverse.unsqueeze(-1)).clamp_(-1, 1).add_(uniform).floor_().mul_(live)
     return trits, _raised(level, step, values, empty), step
 
 
@@ -92,18 +81,15 @@ def _raised(level: Tensor, step: Tensor, values: Tensor, empty: Tensor) -> Tenso
     return upper.clamp_(max=_MAX_CENTRE >> 16).to(torch.int16).view(torch.bfloat16)
 
 
-def _next_step(offset: Tensor, counts: Tensor, previous_trits: Tensor, previous_step: Tensor) -> Tensor:
-    """The block's new log-step, bfloat16 (rows, blocks); ``offset`` is L(v) - l in octaves, 0 where absent."""
-    mean, old_mean = offset.sum(dim=-1).div_(counts), previous_trits.sum(dim=-1).div_(counts)
-    shared = (offset * previous_trits).sum(dim=-1).div_(counts).sub_(mean * old_mean)
-    old = previous_trits.square().sum(dim=-1).div_(counts).sub_(old_mean.square())
-    followed = torch.where(old > 0, shared / old, previous_step.float())
-    step = torch.where(previous_step == 0, _deviation(offset, counts) * FIRST_STEP, followed)
-    return step.clamp_(MIN_STEP, MAX_STEP).to(torch.bfloat16)
-
-
-def _deviation(values: Tensor, counts: Tensor) -> Tensor:
-    """Standard deviation over the block of values that are 0 where absent and lie near 0 elsewhere."""
-    mean = values.sum(dim=-1).div_(counts)
-    square = torch.linalg.vector_norm(values, dim=-1).square_().div_(counts)
-    return square.sub_(mean.square_()).clamp_(min=0).sqrt_()
+def _next_step(
+    offset: Tensor, average: Tensor, counts: Tensor, previous_trits: Tensor, previous_step: Tensor
+) -> Tensor:
+    """The block's new log-step, bfloat16 (rows, blocks); ``offset`` is L(v) less a number of the block, in octaves, 0
+    where nothing counts, and ``average`` its mean (rows, blocks)."""
+    once, twice = previous_trits.sum(dim=-1), previous_trits.square().sum(dim=-1)  # whole numbers
+    spread = twice.mul_(counts).sub_(once.square())
+    shared = (offset * previous_trits).sum(dim=-1).sub_(average * once).mul_(counts)
+    followed = torch.where(spread > 0, shared / spread, previous_step.float())
+    square = offset.square().sum(dim=-1).div_(counts)
+    first = square.sub_(average.square()).clamp_(min=0).sqrt_().mul_(FIRST_STEP)
+    return torch.where(previous_step == 0, first, followed).clamp_(MIN_STEP, MAX_STEP).to(torch.bfloat16)

@@ -1,66 +1,36 @@
 """The low-rank carry: the coherent part of a matrix, kept as C = U V^T beside the trits that keep the rest.
 
-One warm-started power iteration a step (subspace iteration; U orthonormal): W = M V, U = orth(W), V' = M^T U.
-Everything that crosses rows is the r x r Gram matrix W^T W and M^T W (cols x r), so M is only ever seen a tile of rows
-at a time: with W^T W = Q diag(lambda) Q^T, U = W Q lambda^-1/2 and V' = (M^T W) Q lambda^-1/2.
-"""
+V (cols x r, orthonormal) follows the leading right singular vectors of M by one step of orthogonal iteration a step,
+and U = M V projects M onto it as it is now:
 
-from collections.abc import Callable
+    U = M V,   C = U V^T,   Y = M^T U,   V' = orth(Y)
+
+V' serves the next step. What crosses rows, Y (cols x r), is therefore needed only once all rows are done: M is seen
+once, a tile of rows at a time, and rows that lie on several processes cost one sum.
+"""
 
 import torch
 from torch import Tensor
 
 from leantune.codec.counter_hash import low_fraction, random_bits
 
-_SMALLEST = 1e-60
-"""Eigenvalues below this are nothing: their inverse roots would leave float32."""
-_SMALLEST_SHARE = 1e-10
-"""Directions whose eigenvalue is below this share of the largest are numerically absent."""
+_SHIFT = 2.0**-17
+"""Share of the previous V that stays in V', relative to |Y|: a direction that M lacks is kept, not lost."""
 
 
 def initial_basis(cols: int, rank: int, key: int, device: torch.device) -> Tensor:
-    """fp32 (cols, rank) of hash noise in [-0.5, 0.5): the start of the power iteration."""
-    return low_fraction(random_bits(key, 0, rank, 0, 1, cols, device)).sub_(0.5).view(rank, cols).t()
+    """V to start from: orthonormal hash noise, bfloat16 (cols, rank)."""
+    noise = low_fraction(random_bits(key, 0, rank, 0, 1, cols, device)).sub_(0.5).view(rank, cols).t()
+    return next_basis(noise, noise)
 
 
-class PowerIteration:
-    """One iteration for a (rows, cols) matrix M given in tiles of whole rows.
+def next_basis(products: Tensor, basis: Tensor) -> Tensor:
+    """V' = orth(Y + shift V), bfloat16 (cols, rank), from Y = M^T M V and V; ``products``: fp32 (cols, rank).
 
-    ``basis``: the previous V, (cols, rank). Holds rows * rank + cols * rank fp32 numbers while it runs.
+    Gram-Schmidt in the order of the columns, by the Cholesky factor of the fp64 Gram matrix.
     """
-
-    def __init__(self, rows: int, basis: Tensor, key: int) -> None:
-        cols, rank = basis.shape
-        norms = torch.linalg.vector_norm(basis, dim=0)
-        self._basis = torch.where(norms > 0, basis / norms, initial_basis(cols, rank, key, basis.device))
-        self._rows = basis.new_empty((rows, rank))
-        self._columns = basis.new_zeros((cols, rank))
-        self._gram = torch.zeros((rank, rank), dtype=torch.float64, device=basis.device)
-
-    @property
-    def basis(self) -> Tensor:
-        """V, fp32 (cols, rank), its columns of unit length (hash noise where there was none)."""
-        return self._basis
-
-    def add(self, top: int, matrix: Tensor) -> None:
-        """Take rows [top, top + len(matrix)) of M, fp32 (len, cols)."""
-        product = matrix @ self._basis
-        self._rows[top : top + matrix.shape[0]] = product
-        self._columns.addmm_(matrix.t(), product)
-        self._gram += (product.t() @ product).double()
-
-    def set(self, product: Tensor, columns: Tensor, gram: Tensor) -> None:
-        """Take W = M V, M^T W and W^T W as a kernel computed them for the whole of M, instead of :meth:`add`."""
-        self._rows, self._columns, self._gram = product, columns, gram
-
-    def finish(self, total: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """(U, V') as stored: bfloat16 (rows, rank) and (cols, rank). An absent direction has a zero column in both.
-
-        ``total`` sums a tensor over the processes that hold the other rows of M (or gives it back, where all are here).
-        """
-        self._columns, self._gram = total(self._columns), total(self._gram)
-        values, vectors = torch.linalg.eigh(self._gram)
-        present = values > (values[-1] * _SMALLEST_SHARE).clamp(min=_SMALLEST)
-        inverse_root = torch.where(present, values.clamp(min=1e-300).rsqrt(), 0.0)
-        turn = (vectors * inverse_root).float()
-        return (self._rows @ turn).to(torch.bfloat16), (self._columns @ turn).to(torch.bfloat16)
+    shift = torch.linalg.vector_norm(products).mul_(_SHIFT).clamp_(min=1e-30)
+    shifted = torch.addcmul(products, basis.float(), shift)
+    wide = shifted.double()
+    triangle = torch.linalg.cholesky_ex(wide.t() @ wide).L
+    return torch.linalg.solve_triangular(triangle, wide.t(), upper=False).t().to(torch.bfloat16)

@@ -2,7 +2,9 @@
 written.
 
 Storage only: it knows blocks, trits and the carry, and no optimizer. Momentum u decodes to C + s q (+ s2 q2), with C =
-U V^T the low-rank carry; the second moment decodes to f L^-1(l + d x), with f its row and column factors.
+U V^T the low-rank carry; the second moment decodes to f L^-1(l + d x), with f its column factors.
+
+Whatever is written replaces what was there; a tile is read before it is written.
 """
 
 import functools
@@ -11,13 +13,13 @@ import torch
 from torch import Tensor
 
 from leantune.codec import log_ternary, ternary
-from leantune.codec.factored import Factors, product, ratio
+from leantune.codec.column_factors import ColumnFactors
 from leantune.codec.tiles import BlockGrid, Tile
 from leantune.codec.trits import TRITS_PER_BYTE, pack_trits, packed_bytes, unpack_trits
 
 Spec = tuple[tuple[int, ...], torch.dtype]
 
-REPLICATED = frozenset({"carry_columns", "variance_columns"})
+REPLICATED = frozenset({"carry_columns", "carry_basis", "variance_columns"})
 """Tensors that belong to the columns: whole on every process where the rows are sharded."""
 
 
@@ -31,9 +33,10 @@ def tensor_specs(rows: int, cols: int, block_size: int, planes: int, rank: int) 
     if planes == 2:
         specs |= {"momentum_trits_2": trits, "momentum_scale_2": scalars}
     specs |= {"variance_trits": trits, "variance_level": scalars, "variance_step": scalars}
-    specs |= {"variance_rows": ((rows,), torch.float32), "variance_columns": ((cols,), torch.float32)}
+    specs["variance_columns"] = ((cols,), torch.float32)
     if rank:
-        specs |= {"carry_rows": ((rows, rank), torch.bfloat16), "carry_columns": ((cols, rank), torch.bfloat16)}
+        across: Spec = ((cols, rank), torch.bfloat16)
+        specs |= {"carry_rows": ((rows, rank), torch.bfloat16), "carry_columns": across, "carry_basis": across}
     return specs
 
 
@@ -47,52 +50,54 @@ class TernaryState:
         self._plane_suffixes = ("", "_2") if "momentum_trits_2" in tensors else ("",)
         self.has_carry = "carry_rows" in tensors
 
-    @functools.cached_property
-    def carry(self) -> tuple[Tensor, Tensor]:
-        """(U, V) of the stored carry in fp32, as they were when first asked for."""
-        return self._tensors["carry_rows"].float(), self.basis
+    @property
+    def column_means(self) -> Tensor:
+        """c, the running means of g^2 over the rows, fp32 (cols,)."""
+        return self._tensors["variance_columns"]
 
     @property
     def basis(self) -> Tensor:
-        """V of the carry, fp32 (cols, rank): where the next power iteration starts."""
-        return self._tensors["carry_columns"].float()
+        """V that the next step projects u onto, bfloat16 (cols, rank)."""
+        return self._tensors["carry_basis"]
 
     def momentum(self, tile: Tile, grid: BlockGrid) -> Tensor:
-        """The stored momentum u of this tile."""
-        total = _carried(tile, grid, self.carry) if self.has_carry else None
-        for suffix in self._plane_suffixes:
-            trits = self._trits(f"momentum_trits{suffix}", tile, grid)
-            part = ternary.dequantise(trits, self._scalars(f"momentum_scale{suffix}", tile))
-            total = part if total is None else total.add_(part)
-        return torch.zeros(()) if total is None else total
+        """The stored momentum u of this tile, fp32 blocks."""
+        parts = [
+            ternary.dequantise(
+                self._trits(f"momentum_trits{suffix}", tile, grid), self._scalars(f"momentum_scale{suffix}", tile)
+            )
+            for suffix in self._plane_suffixes
+        ]
+        if self.has_carry:
+            rows, columns = self._tensors["carry_rows"][tile.top : tile.bottom], self._tensors["carry_columns"]
+            parts.append(_carried(rows, columns, grid))
+        total = parts[0]
+        for part in parts[1:]:
+            total += part
+        return total
 
     def variance(self, tile: Tile, grid: BlockGrid) -> tuple[Tensor, Tensor]:
-        """(v, x): the stored second moment of this tile, and its trits."""
+        """(v, x): the stored second moment of this tile, and its trits, fp32 blocks."""
         trits = self._trits("variance_trits", tile, grid)
         ratios = log_ternary.decode(trits, self._scalars("variance_level", tile), self._scalars("variance_step", tile))
-        return product(ratios, _factors(tile, grid, self.factors)), trits
+        return ratios.mul_(_columns(tile, grid, self._factors.times)), trits
 
     @functools.cached_property
-    def factors(self) -> Factors:
-        """The row and column factors as they were when first asked for."""
-        return Factors(self._tensors["variance_rows"].clone(), self._tensors["variance_columns"].clone())
-
-    def average_factors(self, row_means: Tensor, column_means: Tensor, beta2: float) -> Factors:
-        """r = beta2 r + (1 - beta2) mean over columns of g^2, c likewise; stored, and what the next encode divides by.
-
-        What is stored already goes on decoding with :attr:`factors`, those before.
-        """
-        _ = self.factors
-        rows, columns = self._tensors["variance_rows"], self._tensors["variance_columns"]
-        rows.lerp_(row_means, 1 - beta2)
-        columns.lerp_(column_means, 1 - beta2)
-        return Factors(rows, columns)
+    def _factors(self) -> ColumnFactors:
+        return ColumnFactors(self.column_means)
 
     def write_momentum(
         self, tile: Tile, grid: BlockGrid, momentum: Tensor, carry: tuple[Tensor, Tensor] | None
     ) -> Tensor:
-        """Encode u against the new ``carry``; returns u as it will decode, computed from the stored values."""
-        decoded = None if carry is None else _carried(tile, grid, carry)
+        """Encode u; returns u as it will decode, computed from the stored values.
+
+        ``carry``: (U of the tile's rows, V) in bfloat16, what u is coded against; U is stored here, V with
+        :meth:`write_columns`.
+        """
+        decoded = None
+        if carry is not None:
+            self._tensors["carry_rows"][tile.top : tile.bottom] = carry[0]
+            decoded = _carried(*carry, grid)
         for suffix in self._plane_suffixes:
             residual = momentum if decoded is None else momentum - decoded
             trits, scale = ternary.quantise(residual, grid.counts)
@@ -103,20 +108,29 @@ class TernaryState:
         return momentum if decoded is None else decoded
 
     def write_variance(
-        self, tile: Tile, grid: BlockGrid, values: Tensor, previous_trits: Tensor, uniform: Tensor, factors: Factors
+        self,
+        tile: Tile,
+        grid: BlockGrid,
+        values: Tensor,
+        previous_trits: Tensor,
+        uniform: Tensor,
+        factors: ColumnFactors,
     ) -> None:
         """Encode v relative to ``factors``, with stochastic rounding of its trits (``uniform``: fp32 in [0, 1))."""
         step = self._scalars("variance_step", tile)
-        ratios = ratio(values, _factors(tile, grid, factors))
-        trits, level, new_step = log_ternary.encode(ratios, grid.counts, grid.mask, previous_trits, step, uniform)
+        ratios, live = values * _columns(tile, grid, factors.over), _columns(tile, grid, factors.live)[0]
+        trits, level, new_step = log_ternary.encode(ratios, live, previous_trits, step, uniform)
         self._write_trits("variance_trits", tile, grid, trits)
         self._scalars("variance_level", tile).copy_(level)
         step.copy_(new_step)
 
-    def write_carry(self, carry: tuple[Tensor, Tensor]) -> None:
-        """Store the carry that the last :meth:`write_momentum` calls coded against."""
-        self._tensors["carry_rows"].copy_(carry[0])
-        self._tensors["carry_columns"].copy_(carry[1])
+    def write_columns(self, means: Tensor, carry: tuple[Tensor, Tensor] | None) -> None:
+        """Store what belongs to the columns, once all rows are coded: c that v was coded relative to, and (V that u was
+        coded against, V for the next step)."""
+        self._tensors["variance_columns"].copy_(means)
+        if carry is not None:
+            self._tensors["carry_columns"].copy_(carry[0])
+            self._tensors["carry_basis"].copy_(carry[1])
 
     def _scalars(self, name: str, tile: Tile) -> Tensor:
         left = tile.left // self._block_size
@@ -133,15 +147,11 @@ class TernaryState:
         self._bytes(name, tile, grid).copy_(pack_trits(grid.join(trits), self._block_size))
 
 
-def _factors(tile: Tile, grid: BlockGrid, factors: Factors) -> Tensor:
-    """f of this tile, fp32 blocks; 1 where no element is (a zero would have no logarithm)."""
-    missing = grid.blocks * grid.block_size - grid.cols
-    part = factors.of(tile.top, tile.bottom, tile.left, tile.right)
-    padded = torch.nn.functional.pad(part, (0, missing), value=1.0) if missing else part
-    return padded.reshape(part.shape[0], grid.blocks, grid.block_size)
+def _columns(tile: Tile, grid: BlockGrid, vector: Tensor) -> Tensor:
+    """The part of a (cols,) vector under this tile, as blocks (1, blocks, size), 0 where no column is."""
+    return grid.split(vector[tile.left : tile.right].unsqueeze(0))
 
 
-def _carried(tile: Tile, grid: BlockGrid, carry: tuple[Tensor, Tensor]) -> Tensor:
-    """C of this tile, fp32 blocks, from fp32 factors (rows, rank) and (cols, rank)."""
-    rows, columns = carry
-    return grid.split(rows[tile.top : tile.bottom] @ columns[tile.left : tile.right].t())
+def _carried(rows: Tensor, columns: Tensor, grid: BlockGrid) -> Tensor:
+    """C of whole rows, fp32 blocks, from U of these rows (rows, rank) and V (cols, rank)."""
+    return grid.split(rows.float() @ columns.float().t())

@@ -72,9 +72,7 @@ def tiles(rows: int, cols: int, column_unit: int = 1, elements: int = TILE_ELEME
 class BlockGrid:
     """How ``cols`` columns fall into blocks of ``block_size`` neighbours of a row; the last may be short.
 
-    ``counts``: elements of each block, fp32 (blocks,). ``mask``: fp32 (blocks, block_size), 1 where an element exists,
-        or None
-    where every block is full.
+    ``counts``: elements of each block, fp32 (blocks,).
     """
 
     def __init__(self, cols: int, block_size: int, device: torch.device) -> None:
@@ -83,11 +81,8 @@ class BlockGrid:
         self.blocks = -(-cols // block_size)
         self.bytes_per_row = packed_bytes(cols, block_size)
         self.counts = torch.full((self.blocks,), float(block_size), dtype=torch.float32, device=device)
-        self.mask: Tensor | None = None
         if cols % block_size:
             self.counts[-1] = cols % block_size
-            index = torch.arange(self.blocks * block_size, device=device)
-            self.mask = (index < cols).to(torch.float32).view(self.blocks, block_size)
 
     def split(self, matrix: Tensor) -> Tensor:
         """(rows, cols) into (rows, blocks, block_size), the missing tail filled with zeros. A view where no tail is

@@ -1,9 +1,9 @@
 """The CUDA kernels of TernaryAdamW (triton_ternary.py): when they are chosen, and how a step launches them.
 
 Triton comes with CUDA builds of torch. Where it is missing, or for what the kernels do not take, the rule in plain
-torch runs instead, with the same decisions; :func:`status` says which and why. A matrix without a carry is one launch,
-one with a carry three: two halves of the power iteration, which need all of W = u V between them, and the step. Sums
-that cross rows run over fixed ranges of rows and columns in a fixed order, so a step gives the same bits every time.
+torch runs instead, with the same decisions; :func:`status` says which and why. After the sums of squares, a matrix
+without a carry is one launch, one with a carry three: W = u V, then u^T W, which needs all of W, and the step. Sums run
+over fixed ranges of rows and columns in a fixed order, so a step gives the same bits every time.
 """
 
 import contextlib
@@ -14,20 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leantune.codec.factored import Factors
+from leantune.codec.column_factors import ColumnFactors
 from leantune.kernels import native
 
 MAX_RANK = 16
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 PARTIAL_BYTES = 2 << 20
-"""Bound on the partial sums of each half of the power iteration, fp32."""
+"""Bound on the partial sums of each launch that sums over rows or columns."""
 PROGRAMS = 1024
-"""Programs that each half of the power iteration is cut into, where its partial sums allow."""
-_STEP_TILE, _MOMENTUM_TILE = 1024, 2048
+"""Programs that such a launch is cut into, where its partial sums allow."""
+_STEP_TILE, _MOMENTUM_TILE, _SQUARES_TILE = 1024, 2048, 2048
 """Elements of a program's tile; a power of two."""
+_SQUARES_WIDTH = 128
+"""Columns of a tile of squares."""
 _INTERPRETED_TILE = 1 << 15
 _LEAST_EPS = 2.0**-62
-"""Below this eps could not be told from the root of the smallest stored second moment, 2^-63, in any case."""
+"""The kernels' inverse starts here. Gradients as small have squares that fp32 does not hold well, in any case."""
 _DTYPES = (torch.float32, torch.bfloat16)
 _OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 """How Triton compiles: without copies of a loop's body for prefetching, for which the kernels have no registers."""
@@ -102,7 +104,8 @@ class TernaryCall:
     Args:
         weight: (rows, cols) view of the parameter, fp32 or bf16, contiguous.
         grad: (rows, cols), fp32 or bf16, any strides.
-        state: the parameter's state tensors by name (leantune.codec.ternary_state).
+        state: the parameter's state tensors by name (leantune.codec.ternary_state). Those that belong to the columns
+            are read, and written by the caller after :meth:`step`.
         block_size: elements of a block.
         key: of the random bits of this parameter and step.
         first_row: index of row 0 in the whole parameter, where these are the rows of a shard.
@@ -140,6 +143,7 @@ class TernaryCall:
             "variance_step": state["variance_step"],
             "carry_rows": carry[0],
             "carry_columns": carry[1],
+            "times": ColumnFactors(state["variance_columns"]).times,
             "rows": self._rows,
             "cols": self._cols // share,
             "grad_row": grad.stride(0) // share,
@@ -167,61 +171,74 @@ class TernaryCall:
             "REMAINDER": "weight_remainder" in state,
         }
 
-    def power_iteration(self, basis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(u V, u^T u V, (u V)^T u V) for this step's u: fp32 (rows, rank), fp32 (cols, rank), fp64 (rank, rank).
-
-        ``basis``: V, fp32 (cols, rank). At most `PARTIAL_BYTES` of partial sums live at a time.
-        """
+    def square_sums(self) -> Tensor:
+        """Sums of g^2 over these rows, fp64 (cols,)."""
+        height = (_INTERPRETED_TILE if _on_cpu else _SQUARES_TILE) // _SQUARES_WIDTH
+        strips, tiles = -(-self._cols // _SQUARES_WIDTH), -(-self._rows // height)
+        each, chunks = _shares(tiles, PROGRAMS // strips, PARTIAL_BYTES // (8 * self._cols))
+        parts = torch.empty((chunks, self._cols), dtype=torch.float64, device=self._weight.device)
+        names = ("grad", "rows", "cols", "grad_row", "grad_column", "grad_scale", "UNIT", "ALIGNED", *_OPTIONS)
+        settings = {name: self._read[name] for name in names}
         kernels: Any = _kernels()[0]
-        rows, cols, rank, blocks = self._rows, self._cols, self._rank, self._read["blocks_per_row"]
-        height = max(16, (_INTERPRETED_TILE if _on_cpu else _MOMENTUM_TILE) // self._block)
-        tiles = -(-rows // height)
-        new = functools.partial(torch.empty, dtype=torch.float32, device=self._weight.device)
-        each, splits = _shares(-(-blocks // 5), PROGRAMS // tiles, PARTIAL_BYTES // (4 * rank * rows))
-        parts = new((splits, rows, rank))
         with _device(self._weight):
-            kernels.product_kernel[(tiles, splits)](
-                parts, basis.contiguous(), groups_each=each, ROWS=height, **self._read
+            kernels.squares_kernel[(strips, chunks)](
+                parts, tiles_each=each, WIDTH=_SQUARES_WIDTH, ROWS=height, **settings
             )
-            product = parts[0] if splits == 1 else parts.sum(0)
-            each, chunks = _shares(tiles, PROGRAMS // blocks, PARTIAL_BYTES // (4 * rank * cols))
-            parts = new((chunks, cols, rank))
-            kernels.columns_kernel[(blocks, chunks)](parts, product, tiles_each=each, ROWS=height, **self._read)
-        return product, parts[0] if chunks == 1 else parts.sum(0), _gram(product)
+        return _sum(parts)
 
-    def decode_with(self, factors: Factors) -> None:
-        """The factors that the stored second moment is relative to; needed before the other calls."""
-        self._read |= {"row_factors": factors.rows, "column_factors": factors.columns}
+    def step(self, means: Tensor, basis: Tensor | None) -> Tensor | None:
+        """Decode, rule, encode, move the weights; gives Y = u^T (u V) of these rows, fp32 (cols, rank).
 
-    def square_sums(self) -> tuple[Tensor, Tensor]:
-        """Sums of g^2 over the columns, fp32 (rows,), and over these rows, fp64 (cols,)."""
-        grad, scale = self._read["grad"], self._read["grad_scale"] ** 2
-        rows = torch.linalg.vector_norm(grad, dim=1, dtype=torch.float32).square_()
-        columns = torch.linalg.vector_norm(grad, dim=0, dtype=torch.float64).square_()
-        return rows.mul_(scale), columns.mul_(scale)
-
-    def step(self, carry: tuple[Tensor, Tensor] | None, factors: Factors) -> None:
-        """Decode, rule, encode against the refreshed ``carry`` (bf16 U and V) and ``factors``, move the weights."""
-        kernels: Any = _kernels()[0]
-        new_rows, new_columns = self._factors(*carry) if carry is not None else (None, None)
+        ``means``: c, fp32 (cols,), that the second moment is coded relative to from now on. ``basis``: V, bf16 (cols,
+        rank), that u is projected onto and coded against. Without a carry it is None, and so is Y.
+        """
+        carry, products = None, None
+        if basis is not None:
+            product, products = self._products(basis)
+            carry = self._factors(product.to(torch.bfloat16), basis)
         height = max(1, (_INTERPRETED_TILE if _on_cpu else _STEP_TILE) // self._block)
         programs = -(-self._rows // height) * -(-self._read["blocks_per_row"] // 5)
+        kernels: Any = _kernels()[0]
         with _device(self._weight):
             kernels.step_kernel[(programs,)](
                 weight=self._weight,
                 remainder=self._state.get("weight_remainder"),
-                new_rows=new_rows,
-                new_columns=new_columns,
-                new_row_factors=factors.rows,
-                new_column_factors=factors.columns,
+                new_rows=carry and carry[0],
+                new_columns=carry and carry[1],
+                over=ColumnFactors(means).over,
                 key=self._key,
                 first_row=self._first_row,
                 ROWS=height,
                 **self._read,
                 **self._written,
             )
+        if carry is not None:
+            # Not in the kernel: every program of a row decodes with the old U.
+            self._state["carry_rows"].copy_(carry[0])
         written = [self._weight, *(value for name, value in self._state.items() if name != "step")]
         torch.autograd.graph.increment_version(written)
+        return products
+
+    def _products(self, basis: Tensor) -> tuple[Tensor, Tensor]:
+        """(W = u V, u^T W) for this step's u: fp32 (rows, rank) and (cols, rank). At most `PARTIAL_BYTES` of partial
+        sums live at a time."""
+        kernels: Any = _kernels()[0]
+        rows, cols, rank, blocks = self._rows, self._cols, self._rank, self._read["blocks_per_row"]
+        height = max(16, (_INTERPRETED_TILE if _on_cpu else _MOMENTUM_TILE) // self._block)
+        tiles = -(-rows // height)
+        new = functools.partial(torch.empty, dtype=torch.float32, device=self._weight.device)
+        # A process may hold no rows of a matrix: its sums are 0.
+        each, splits = _shares(-(-blocks // 5), PROGRAMS // max(1, tiles), PARTIAL_BYTES // max(1, 4 * rank * rows))
+        parts = new((splits, rows, rank))
+        with _device(self._weight):
+            kernels.product_kernel[(tiles, splits)](
+                parts, basis.contiguous(), groups_each=each, ROWS=height, **self._read
+            )
+            product = _sum(parts)
+            each, chunks = _shares(tiles, PROGRAMS // blocks, PARTIAL_BYTES // (4 * rank * cols))
+            parts = new((chunks, cols, rank))
+            kernels.columns_kernel[(blocks, chunks)](parts, product, tiles_each=each, ROWS=height, **self._read)
+        return product, _sum(parts)
 
     def _factors(self, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
         """U as stored and V^T, both bf16."""
@@ -230,17 +247,13 @@ class TernaryCall:
 
 def _shares(items: int, wanted: int, allowed: int) -> tuple[int, int]:
     """(items each, shares): about ``wanted`` equal shares of ``items``, at most ``allowed`` of them, one at least."""
-    each = -(-items // max(1, min(items, wanted, allowed)))
-    return each, -(-items // each)
+    each = max(1, -(-items // max(1, min(items, wanted, allowed))))
+    return each, max(1, -(-items // each))
 
 
-def _gram(product: Tensor) -> Tensor:
-    """W^T W in fp64 (rank, rank), from fp32 W (rows, rank), with bounded temporaries."""
-    wide = (part.double() for part in product.split(max(1, PARTIAL_BYTES // (8 * product.shape[1]))))
-    total = product.new_zeros((product.shape[1],) * 2, dtype=torch.float64)
-    for part in wide:
-        total += part.t() @ part
-    return total
+def _sum(parts: Tensor) -> Tensor:
+    """The sum over the first dimension."""
+    return parts[0] if len(parts) == 1 else parts.sum(0)
 
 
 def _device(weight: Tensor) -> Any:

@@ -13,13 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leantune.codec.factored import Factors
-
-INTERFACE = 2
+INTERFACE = 3
 """The version of native/ternary.h that this module mirrors."""
 CHUNK_BYTES = 2 << 20
-"""Bound on the partial sums of the carry's power iteration, fp32 (chunks, rank, cols)."""
-MAX_CHUNKS = 16
+"""Bound on partial sums over rows: fp32 (chunks, rank, cols), or fp64 (chunks, cols)."""
+CHUNK_ELEMENTS = 1 << 16
+"""Elements of the parameter in a chunk, at least: enough to hide its start."""
+MAX_CHUNKS = 64
+_WRITTEN = {
+    *("momentum_trits", "momentum_scale", "momentum_trits_2", "momentum_scale_2"),
+    *("variance_trits", "variance_level", "variance_step", "carry_rows", "weight_remainder"),
+}
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _FOLDER = Path(__file__).parent
 
@@ -41,9 +45,8 @@ class _Call(ctypes.Structure):
         ("momentum_trits", ctypes.c_void_p * 2),
         ("momentum_scale", ctypes.c_void_p * 2),
         *((name, ctypes.c_void_p) for name in ("variance_trits", "variance_level", "variance_step")),
-        *((name, ctypes.c_void_p) for name in ("carry_rows", "carry_columns", "new_rows", "new_columns")),
-        *((name, ctypes.c_void_p) for name in ("row_factors", "column_factors")),
-        *((name, ctypes.c_void_p) for name in ("new_row_factors", "new_column_factors")),
+        *((name, ctypes.c_void_p) for name in ("carry_rows", "carry_columns", "basis")),
+        *((name, ctypes.c_void_p) for name in ("column_means", "new_column_means")),
     )
 
 
@@ -65,12 +68,8 @@ def _load() -> tuple[Any, str]:
         )
     library.leantune_instructions.restype = ctypes.c_char_p
     library.leantune_use.argtypes = [ctypes.c_char_p]
-    library.leantune_ternary_step.argtypes = [ctypes.POINTER(_Call)]
-    library.leantune_ternary_step.restype = None
-    library.leantune_ternary_momentum.argtypes = [ctypes.POINTER(_Call), *[ctypes.c_void_p] * 4, ctypes.c_int]
-    library.leantune_ternary_momentum.restype = None
-    library.leantune_ternary_squares.argtypes = [ctypes.POINTER(_Call), *[ctypes.c_void_p] * 2, ctypes.c_int]
-    library.leantune_ternary_squares.restype = None
+    for function in (library.leantune_ternary_squares, library.leantune_ternary_step):
+        function.argtypes, function.restype = [ctypes.POINTER(_Call), ctypes.c_void_p, ctypes.c_int], None
     return library, "built"
 
 
@@ -103,8 +102,7 @@ class reference_rule:
 
 
 def use_instructions(name: str) -> None:
-    """Choose among "avx512", "avx2" and "portable" (all give the same bits). Raises ValueError where this CPU lacks
-    it."""
+    """Choose among "avx512", "avx2" (equal to the bit) and "portable". Raises ValueError where this CPU lacks it."""
     library, note = _load()
     if library is None or library.leantune_use(name.encode()):
         raise ValueError(f"instruction set {name!r} cannot run here ({note}). Known: avx512, avx2, portable.")
@@ -165,7 +163,7 @@ class TernaryCall:
             weight_dtype=_DTYPES[weight.dtype],
             threads=torch.get_num_threads(),
             rest1=1 - beta1,
-            release=1 / (1 - beta1),
+            release=beta1 / (1 - beta1),
             rest2=1 - beta2,
             grad=grad.data_ptr(),
             weight=weight.data_ptr(),
@@ -173,63 +171,43 @@ class TernaryCall:
             variance_trits=state["variance_trits"].data_ptr(),
             variance_level=state["variance_level"].data_ptr(),
             variance_step=state["variance_step"].data_ptr(),
+            column_means=state["variance_columns"].data_ptr(),
             **{name: int(value) if name == "stochastic" else value for name, value in rule.items()},
         )
         for plane, suffix in enumerate(suffixes):
             call.momentum_trits[plane] = state[f"momentum_trits{suffix}"].data_ptr()
             call.momentum_scale[plane] = state[f"momentum_scale{suffix}"].data_ptr()
         if call.rank:
-            call.carry_rows, call.carry_columns = self._factors(state["carry_rows"], state["carry_columns"])
+            call.carry_rows, call.carry_columns = (state[f"carry_{name}"].data_ptr() for name in ("rows", "columns"))
 
-    def power_iteration(self, basis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(u V, u^T u V, (u V)^T u V) for this step's u: fp32 (rows, rank), fp32 (cols, rank), fp64 (rank, rank).
+    def square_sums(self) -> Tensor:
+        """Sums over these rows of the squared gradient, fp64 (cols,)."""
+        chunks = self._chunks(8 * self._call.cols)
+        partial = torch.zeros((chunks, self._call.cols), dtype=torch.float64, device="cpu")
+        _load()[0].leantune_ternary_squares(ctypes.byref(self._call), partial.data_ptr(), chunks)
+        return partial[0]
 
-        ``basis``: V, fp32 (cols, rank). The sums run over fixed ranges of rows, whatever the number of threads.
+    def step(self, means: Tensor, basis: Tensor | None) -> Tensor | None:
+        """Decode, rule, encode, move the weights.
+
+        ``means``: c that v is coded relative to, fp32 (cols,); ``basis``: V that u is projected onto, bfloat16 (cols,
+        rank). Returns Y = u^T u V over these rows, fp32 (cols, rank), or None without a carry. What belongs to the
+        columns is read from the state and left to the caller to write.
         """
-        rows, cols, rank = self._call.rows, self._call.cols, self._call.rank
-        chunks = self._chunks(rank)
+        call, cols, rank = self._call, self._call.cols, self._call.rank
+        call.new_column_means = means.data_ptr()
+        call.basis = None if basis is None else basis.data_ptr()
+        chunks = self._chunks(4 * rank * cols)
         # dtype and device are named: the user may have set other defaults.
-        padded = torch.zeros((rank, -(-cols // 16) * 16), dtype=torch.float32, device="cpu")
-        padded[:, :cols] = basis.t()
-        product = torch.empty((rows, rank), dtype=torch.float32, device="cpu")
-        columns = torch.zeros((chunks, rank, cols), dtype=torch.float32, device="cpu")
-        gram = torch.zeros((chunks, rank, rank), dtype=torch.float64, device="cpu")
-        _load()[0].leantune_ternary_momentum(
-            ctypes.byref(self._call), padded.data_ptr(), product.data_ptr(), columns.data_ptr(), gram.data_ptr(), chunks
+        partial = torch.zeros((chunks, rank, cols), dtype=torch.float32, device="cpu")
+        _load()[0].leantune_ternary_step(ctypes.byref(call), partial.data_ptr(), chunks)
+        torch.autograd.graph.increment_version(
+            [self._weight, *(self._state[name] for name in _WRITTEN & set(self._state))]
         )
-        return product, columns.sum(0).t(), gram.sum(0)
+        return None if basis is None else partial[0].t()
 
-    def decode_with(self, factors: Factors) -> None:
-        """The factors that the stored second moment is relative to; needed before the other calls."""
-        self._keep += [factors.rows, factors.columns]
-        self._call.row_factors, self._call.column_factors = factors.rows.data_ptr(), factors.columns.data_ptr()
-
-    def square_sums(self) -> tuple[Tensor, Tensor]:
-        """Sums of g^2 over the columns, fp32 (rows,), and over these rows, fp64 (cols,)."""
-        rows, cols, chunks = self._call.rows, self._call.cols, self._chunks(2)
-        row_sums = torch.empty(rows, dtype=torch.float32, device="cpu")
-        column_sums = torch.zeros((chunks, cols), dtype=torch.float64, device="cpu")
-        _load()[0].leantune_ternary_squares(
-            ctypes.byref(self._call), row_sums.data_ptr(), column_sums.data_ptr(), chunks
-        )
-        return row_sums, column_sums.sum(0)
-
-    def _chunks(self, rank: int) -> int:
-        """Fixed ranges of rows whose sums over columns are kept apart, fp32 (rank, cols) each."""
-        return max(1, min(MAX_CHUNKS, CHUNK_BYTES // max(1, 4 * rank * self._call.cols), self._call.rows))
-
-    def step(self, carry: tuple[Tensor, Tensor] | None, factors: Factors) -> None:
-        """Decode, rule, encode against the refreshed ``carry`` (bf16 U and V) and ``factors``, move the weights."""
-        self._keep += [factors.rows, factors.columns]
-        self._call.new_row_factors = factors.rows.data_ptr()
-        self._call.new_column_factors = factors.columns.data_ptr()
-        if carry is not None:
-            self._call.new_rows, self._call.new_columns = self._factors(*carry)
-        _load()[0].leantune_ternary_step(ctypes.byref(self._call))
-        written = [self._weight, *(value for name, value in self._state.items() if name != "step")]
-        torch.autograd.graph.increment_version(written)
-
-    def _factors(self, rows: Tensor, columns: Tensor) -> tuple[int, int]:
-        """Pointers to U as stored and V^T in fp32."""
-        self._keep += [rows.contiguous(), columns.t().float().contiguous()]
-        return self._keep[-2].data_ptr(), self._keep[-1].data_ptr()
+    def _chunks(self, size: int) -> int:
+        """Fixed ranges of rows whose sums, ``size`` bytes each, are kept apart; whatever the number of threads."""
+        elements = self._call.rows * self._call.cols
+        most = min(MAX_CHUNKS, self._call.rows, CHUNK_BYTES // max(1, size))
+        return max(1, min(most, elements // CHUNK_ELEMENTS))

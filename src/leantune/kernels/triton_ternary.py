@@ -1,4 +1,4 @@
-"""One step of a ternary parameter as Triton kernels, and the two halves of its carry's power iteration.
+"""One step of a ternary parameter as Triton kernels, and the sums over rows and columns that it needs.
 
 The decisions (what is rounded, when, from which stored value) are those of leantune/codec and
 leantune/optim/ternary_adamw.py, which say why. leantune/kernels/gpu.py launches what is here.
@@ -7,6 +7,9 @@ A program of `step_kernel` has ``ROWS`` rows of one group: five blocks of ``BLOC
 goes through the group a block at a time, as a tile (ROWS, BLOCK), and reads and writes everything once. Inside a
 program a group's trits are always "by block": digit b of number j is the trit of element j of block b. That is how a
 full group is stored; the last, partial group of a row is converted at both ends.
+
+Column factors come as two fp32 vectors (cols,), 0 in dead columns: ``times``, f that the stored second moment is
+relative to, and ``over``, 1 / f that it is coded relative to now.
 """
 
 import triton
@@ -17,9 +20,6 @@ _OCTAVE = tl.constexpr(8388608.0)
 _FLOOR = tl.constexpr(2.0**-10)
 _TINY = tl.constexpr(2.0**-126)
 _TINY_BITS = tl.constexpr(0x00800000)
-_ONE_BITS = tl.constexpr(0x3F800000)
-_REACH = tl.constexpr(60 * (1 << 23))  # v lies within 60 octaves of its factors
-_LARGEST_FACTOR = tl.constexpr(2.0**60)
 _LEAST_SPREAD = tl.constexpr(1e-6)
 _EMPTY = tl.constexpr(2.0**-124)
 _FLOOR_SHIFT = tl.constexpr(2.0**-18 - 0.5)
@@ -153,29 +153,18 @@ def _carried(row_factors, column_factors, row, row_ok, column, present, cols, RA
 
 
 @triton.jit
-def _log_factors(row_factors, column_factors, row, row_ok, column, present, cols):
-    """L(f) of a tile, f = row factor * column factor within [2^-126, 2^60]: int32 (rows, BLOCK)."""
-    mine = tl.load(row_factors + row, mask=row_ok, other=0.0)
-    across = tl.load(column_factors + tl.broadcast_to(column[None, :], present.shape), mask=present, other=0.0)
-    f = tl.minimum(tl.maximum(mine[:, None] * across, _TINY), _LARGEST_FACTOR)
-    return f.to(tl.int32, bitcast=True)
+def _of_columns(vector, column, present):
+    """A fp32 vector (cols,) under a tile, (rows, BLOCK), 0 where absent; each row loads it for itself, as V^T above."""
+    return tl.load(vector + tl.broadcast_to(column[None, :], present.shape), mask=present, other=0.0)
 
 
 @triton.jit
-def _variance(x, level, step, log_factors):
-    """v = f L^-1(l + d x) from int32 trits (rows, BLOCK), the stored bf16 level and step (rows,), and L(f)."""
+def _variance(x, level, step, factors):
+    """v = f L^-1(l + d x) from int32 trits (rows, BLOCK), the stored bf16 level and step (rows,), and f."""
     centre = level.to(tl.float32).to(tl.int32, bitcast=True)
     octaves = (step.to(tl.float32) * _OCTAVE).to(tl.int32)
-    ratio = tl.maximum(x * octaves[:, None] + centre[:, None], _TINY_BITS) - _ONE_BITS
-    pattern = tl.minimum(tl.maximum(ratio, -2 * _REACH), 2 * _REACH) + log_factors
-    return tl.maximum(pattern, _TINY_BITS).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _ratio(v, log_factors):
-    """v / f, as the number whose logarithm is L(v) - L(f)."""
-    pattern = tl.maximum(v.to(tl.int32, bitcast=True), _TINY_BITS) - log_factors
-    return (tl.minimum(tl.maximum(pattern, -_REACH), _REACH) + _ONE_BITS).to(tl.float32, bitcast=True)
+    pattern = tl.maximum(x * octaves[:, None] + centre[:, None], _TINY_BITS)
+    return pattern.to(tl.float32, bitcast=True) * factors
 
 
 @triton.jit
@@ -201,11 +190,10 @@ def _rule(grad, momentum, variance, beta2, rest2, bias, rest1, eps):
 @triton.jit
 def _momentum_of_block(
     q, q2, x, grad, momentum_scale, momentum_scale_2, variance_level, variance_step, carry_rows, carry_columns,
-    row_factors, column_factors, row, row_ok, block, cols, grad_row, grad_column, blocks_per_row, rest1, beta2, rest2,
-    bias, eps, grad_scale,
+    times, row, row_ok, block, cols, grad_row, grad_column, blocks_per_row, rest1, beta2, rest2, bias, eps, grad_scale,
     BLOCK: tl.constexpr, PLANES: tl.constexpr, RANK: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """u of one block of these rows, fp32 (rows, BLOCK), zeros where absent: what the power iteration looks at. ``q``,
+    """u of one block of these rows, fp32 (rows, BLOCK), zeros where absent: what the carry's products need. ``q``,
     ``q2`` (of the second plane) and ``x``: the block's trits, int32."""
     column = block * BLOCK + tl.arange(0, BLOCK)
     present = row_ok[:, None] & (column < cols)[None, :]
@@ -216,8 +204,8 @@ def _momentum_of_block(
     if PLANES == 2:
         u += tl.load(momentum_scale_2 + scalar, mask=row_ok, other=0.0).to(tl.float32)[:, None] * q2.to(tl.float32)
     level = tl.load(variance_level + scalar, mask=row_ok, other=0.0)
-    log_factors = _log_factors(row_factors, column_factors, row, row_ok, column, present, cols)
-    v = _variance(x, level, tl.load(variance_step + scalar, mask=row_ok, other=0.0), log_factors)
+    step = tl.load(variance_step + scalar, mask=row_ok, other=0.0)
+    v = _variance(x, level, step, _of_columns(times, column, present))
     u, v = _rule(g, u, v, beta2, rest2, bias, rest1, eps)
     return u
 
@@ -236,9 +224,16 @@ def _gradient(grad, row, column, present, grad_row, grad_column, grad_scale, UNI
 
 
 @triton.jit
-def _encode_variance(v, previous, previous_step, bits, count, present):
-    """(x as fp32, level bits, step bits) of one block from the ratios v / f (0 where absent), its previous trits
-    (int32, 0 where absent) and step, random bits, and the number of its elements."""
+def _encode_variance(v, previous, previous_step, bits, live):
+    """(x as fp32, level bits, step bits) of one block from the ratios v / f (0 where absent or dead), its previous
+    trits (int32, 0 where absent) and step, random bits, and which of its elements count."""
+    # The sums of x, of x^2 and of what counts at once: x is -1, 0 or 1 and a block 2^8 elements at most.
+    sums = tl.sum(previous + previous * previous * 4096 + live.to(tl.int32) * (1 << 22), axis=1)
+    count = (sums + 2048) >> 22
+    sums -= count << 22
+    squares = (sums + 2048) >> 12
+    once = sums - squares * 4096
+    count = tl.maximum(count, 1)
     over = 1.0 / count.to(tl.float32)
     total = tl.sum(v, axis=1)
     mean = total * over
@@ -247,15 +242,11 @@ def _encode_variance(v, previous, previous_step, bits, count, present):
     # L(v) - L(mean v) in units of a float's pattern: a few octaves at most, so the sums are exact enough in fp32.
     base = mean.to(tl.int32, bitcast=True)
     offset = (floored.to(tl.int32, bitcast=True) - base[:, None]).to(tl.float32)
-    offset = tl.where(present, offset, 0.0)
+    offset = tl.where(live, offset, 0.0)
     middle = tl.sum(offset, axis=1) * over
     upper = tl.minimum((base + middle.to(tl.int32) + (1 << 15)) >> 16, _LARGEST_LEVEL)
     units = 1.0 / (_OCTAVE * _OCTAVE)
     spread = tl.maximum((tl.sum(offset * offset, axis=1) * over - middle * middle) * units, 0.0)
-    # The sums of x and of x^2 at once: x is -1, 0 or 1 and a block far under 2^11 elements.
-    both = tl.sum(previous + previous * previous * 4096, axis=1)
-    squares = (both + 2048) >> 12
-    once = both - squares * 4096
     # The variance of the trits, from integers: exactly 0 where all are equal.
     old = (squares * count - once * once).to(tl.float32) * (over * over)
     shared = tl.sum(offset * previous.to(tl.float32), axis=1) * over - middle * (once.to(tl.float32) * over)
@@ -271,7 +262,7 @@ def _encode_variance(v, previous, previous_step, bits, count, present):
     position = offset * inverse[:, None] - shift[:, None]
     position = tl.minimum(tl.maximum(position, _FLOOR_SHIFT - 1.0), _FLOOR_SHIFT + 1.0)
     uniform = (bits & 0xFFFF).to(tl.int32).to(tl.float32)
-    x = (position + uniform * (1.0 / 65536) + _ROUNDER) - _ROUNDER
+    x = tl.where(live, (position + uniform * (1.0 / 65536) + _ROUNDER) - _ROUNDER, 0.0)
     reach = tl.maximum((upper << 16) + (step * _OCTAVE).to(tl.int32), _TINY_BITS).to(tl.float32, bitcast=True)
     kept = tl.sum(tl.minimum(v, reach[:, None]), axis=1)
     missing = (total.to(tl.int32, bitcast=True) - kept.to(tl.int32, bitcast=True) + (1 << 15)) >> 16
@@ -316,11 +307,32 @@ def _move(weight, remainder, offset, present, change, bits, decay, STOCHASTIC: t
 # -- kernels --------------------------------------------------------------------------------------------------------
 
 
+@triton.jit(do_not_specialize=(*RUNTIME, "tiles_each"))
+def squares_kernel(
+    squares, grad,
+    rows: tl.int64, cols: tl.int64, grad_row: tl.int64, grad_column: tl.int64, tiles_each: tl.int64, grad_scale,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Sums of g^2 over ``tiles_each`` tiles of ROWS rows, WIDTH columns a program: squares, fp64 (chunks, cols)."""
+    if ALIGNED:
+        cols *= 16
+        grad_row *= 16
+    column = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    chunk = tl.program_id(1).to(tl.int64)
+    total = tl.zeros((ROWS, WIDTH), dtype=tl.float64)
+    first = chunk * tiles_each
+    for tile in range(first, tl.minimum(first + tiles_each, (rows + ROWS - 1) // ROWS)):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        present = (row < rows)[:, None] & (column < cols)[None, :]
+        g = _gradient(grad, row, column, present, grad_row, grad_column, grad_scale, UNIT)
+        total += (g * g).to(tl.float64)
+    tl.store(squares + chunk * cols + column, tl.sum(total, axis=0), mask=column < cols)
+
+
 @triton.jit(do_not_specialize=RUNTIME)
 def step_kernel(
     grad, weight, remainder, momentum_trits, momentum_scale, momentum_trits_2, momentum_scale_2, variance_trits,
-    variance_level, variance_step, carry_rows, carry_columns, new_rows, new_columns,
-    row_factors, column_factors, new_row_factors, new_column_factors,
+    variance_level, variance_step, carry_rows, carry_columns, new_rows, new_columns, times, over,
     rows: tl.int64, cols: tl.int64, grad_row: tl.int64, grad_column: tl.int64, bytes_per_row: tl.int64,
     blocks_per_row: tl.int64, key: tl.int64, first_row: tl.int64, rate, decay, beta1, rest1, beta2, rest2, bias, eps,
     grad_scale,
@@ -374,15 +386,14 @@ def step_kernel(
             q2_from = q_next
             u += tl.load(momentum_scale_2 + scalar, mask=row_ok, other=0.0).to(tl.float32)[:, None] * q
         old_step = tl.load(variance_step + scalar, mask=row_ok, other=0.0)
-        log_factors = _log_factors(row_factors, column_factors, row, row_ok, column, present, cols)
-        v = _variance(x, tl.load(variance_level + scalar, mask=row_ok, other=0.0), old_step, log_factors)
+        level = tl.load(variance_level + scalar, mask=row_ok, other=0.0)
+        v = _variance(x, level, old_step, _of_columns(times, column, present))
         g = _gradient(grad, row, column, present, grad_row, grad_column, grad_scale, UNIT)
         # Absent elements have a gradient, trits and a carry of 0, so their u is 0.
         u, v = _rule(g, u, v, beta2, rest2, bias, rest1, eps)
-        log_factors = _log_factors(new_row_factors, new_column_factors, row, row_ok, column, present, cols)
-        v = tl.where(present, _ratio(v, log_factors), 0.0)
+        inverse = _of_columns(over, column, present)
         bits = _random_bits(row_key, block, j)
-        new_x, level_bits, step_bits = _encode_variance(v, x, old_step.to(tl.float32), bits, count, present)
+        new_x, level_bits, step_bits = _encode_variance(v * inverse, x, old_step.to(tl.float32), bits, inverse > 0.0)
         x_to += new_x * power
         tl.store(variance_level + scalar, _as_bf16(level_bits), mask=row_ok)
         tl.store(variance_step + scalar, _as_bf16(step_bits), mask=row_ok)
@@ -409,7 +420,7 @@ def step_kernel(
 @triton.jit(do_not_specialize=(*RUNTIME, "groups_each"))
 def product_kernel(
     product, basis, grad, momentum_trits, momentum_scale, momentum_trits_2, momentum_scale_2, variance_trits,
-    variance_level, variance_step, carry_rows, carry_columns, row_factors, column_factors,
+    variance_level, variance_step, carry_rows, carry_columns, times,
     rows: tl.int64, cols: tl.int64, grad_row: tl.int64, grad_column: tl.int64, bytes_per_row: tl.int64,
     blocks_per_row: tl.int64, groups_each: tl.int64, rest1, beta2, rest2, bias, eps, grad_scale,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, PLANES: tl.constexpr, RANK: tl.constexpr, UNIT: tl.constexpr,
@@ -417,7 +428,7 @@ def product_kernel(
 ):  # fmt: skip
     """W = u V, summed over the ``groups_each`` groups of this program: product, fp32 (splits, rows, RANK).
 
-    ``basis``: V, fp32 (cols, RANK).
+    ``basis``: V, bf16 (cols, RANK).
     """
     if ALIGNED:
         cols *= 16
@@ -445,9 +456,9 @@ def product_kernel(
             q2_next = (q2_from * 171) >> 9
             u = _momentum_of_block(
                 q_from - 3 * q_next - 1, q2_from - 3 * q2_next - 1, x_from - 3 * x_next - 1, grad, momentum_scale,
-                momentum_scale_2, variance_level, variance_step, carry_rows, carry_columns, row_factors,
-                column_factors, row, row_ok, block, cols, grad_row, grad_column, blocks_per_row, rest1, beta2, rest2,
-                bias, eps, grad_scale, BLOCK, PLANES, RANK, UNIT,
+                momentum_scale_2, variance_level, variance_step, carry_rows, carry_columns, times, row, row_ok, block,
+                cols, grad_row, grad_column, blocks_per_row, rest1, beta2, rest2, bias, eps, grad_scale, BLOCK, PLANES,
+                RANK, UNIT,
             )  # fmt: skip
             x_from = x_next
             q_from = q_next
@@ -455,7 +466,7 @@ def product_kernel(
             column = block * BLOCK + tl.arange(0, BLOCK)
             mask = (column < cols)[:, None] & (rank < RANK)[None, :]
             directions = tl.load(basis + column[:, None] * RANK + rank[None, :], mask=mask, other=0.0)
-            total = tl.dot(u, directions, total, input_precision="tf32x3")
+            total = tl.dot(u, directions.to(tl.float32), total, input_precision="tf32x3")
     place = (split * rows + row)[:, None] * RANK + rank[None, :]
     tl.store(product + place, total, mask=row_ok[:, None] & (rank < RANK)[None, :])
 
@@ -463,7 +474,7 @@ def product_kernel(
 @triton.jit(do_not_specialize=(*RUNTIME, "tiles_each"))
 def columns_kernel(
     columns, product, grad, momentum_trits, momentum_scale, momentum_trits_2, momentum_scale_2, variance_trits,
-    variance_level, variance_step, carry_rows, carry_columns, row_factors, column_factors,
+    variance_level, variance_step, carry_rows, carry_columns, times,
     rows: tl.int64, cols: tl.int64, grad_row: tl.int64, grad_column: tl.int64, bytes_per_row: tl.int64,
     blocks_per_row: tl.int64, tiles_each: tl.int64, rest1, beta2, rest2, bias, eps, grad_scale,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, PLANES: tl.constexpr, RANK: tl.constexpr, UNIT: tl.constexpr,
@@ -497,8 +508,8 @@ def columns_kernel(
             q2 = _stored_digits(momentum_trits_2, at, element, width, present) - 1
         u = _momentum_of_block(
             q, q2, x, grad, momentum_scale, momentum_scale_2, variance_level, variance_step, carry_rows, carry_columns,
-            row_factors, column_factors, row, row_ok, block, cols, grad_row, grad_column, blocks_per_row, rest1, beta2,
-            rest2, bias, eps, grad_scale, BLOCK, PLANES, RANK, UNIT,
+            times, row, row_ok, block, cols, grad_row, grad_column, blocks_per_row, rest1, beta2, rest2, bias, eps,
+            grad_scale, BLOCK, PLANES, RANK, UNIT,
         )  # fmt: skip
         mask = row_ok[:, None] & (rank < RANK)[None, :]
         mine = tl.load(product + row[:, None] * RANK + rank[None, :], mask=mask, other=0.0)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from leantune.codec.column_factors import ColumnFactors
 from leantune.codec.counter_hash import low_fraction, random_bits, splitmix64, stream_key
-from leantune.codec.low_rank import PowerIteration
+from leantune.codec.low_rank import initial_basis, next_basis
 from leantune.codec.ternary_state import TernaryState
 from leantune.codec.tiles import BlockGrid, Tile, matrix_shape, tiles
 from leantune.codec.trits import TRITS_PER_BYTE
@@ -188,28 +189,25 @@ def _recoded(
 
 def _encode(tensors: dict[str, Tensor], block: int, walk: list[Tile], read: Moments, key: int) -> None:
     state, device = TernaryState(tensors, block), tensors["momentum_trits"].device
-    rows, cols = len(tensors["variance_rows"]), len(tensors["variance_columns"])
-    row_means = torch.zeros(rows, dtype=torch.float32, device=device)
+    rows, cols = len(tensors["momentum_trits"]), len(tensors["variance_columns"])
     sums = torch.zeros(cols, dtype=torch.float64, device=device)
     for tile in walk:
-        variance = read(tile)[1]
-        row_means[tile.top : tile.bottom] += variance.sum(dim=1) / cols
-        sums[tile.left : tile.right] += variance.sum(dim=0, dtype=torch.float64)
-    factors = state.average_factors(row_means, (sums / rows).float(), beta2=0.0)
-    carry = None
-    for number in range(_CARRY_ITERATIONS if state.has_carry else 0):
-        basis = torch.zeros_like(tensors["carry_columns"], dtype=torch.float32) if carry is None else carry[1]
-        iteration = PowerIteration(rows, basis, splitmix64(key + number))
+        sums[tile.left : tile.right] += read(tile)[1].sum(dim=0, dtype=torch.float64)
+    means = (sums / rows).float()
+    factors = ColumnFactors(means)
+    bases = [initial_basis(cols, state.basis.shape[1], splitmix64(key), device)] if state.has_carry else []
+    for _ in range(_CARRY_ITERATIONS if bases else 0):
+        products = torch.zeros_like(bases[-1], dtype=torch.float32)
         for tile in walk:
-            iteration.add(tile.top, read(tile)[0])
-        stored = iteration.finish(lambda part: part)
-        carry = stored[0].float(), stored[1].float()
+            momentum = read(tile)[0]
+            products.addmm_(momentum.t(), momentum @ bases[-1].float())
+        bases.append(next_basis(products, bases[-1]))
     for tile in walk:
         grid = BlockGrid(tile.cols, block, device)
         bits = random_bits(key, tile.top, tile.rows, tile.left // block, grid.blocks, block, device)
         momentum, variance = read(tile)
         values = grid.split(variance).contiguous()
         state.write_variance(tile, grid, values, torch.zeros_like(values), low_fraction(bits), factors)
+        carry = ((momentum @ bases[-1].float()).to(torch.bfloat16), bases[-1]) if bases else None
         state.write_momentum(tile, grid, grid.split(momentum), carry)
-    if carry is not None:
-        state.write_carry(carry)
+    state.write_columns(means, (bases[-1], bases[-1]) if bases else None)

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leantune.codec.column_factors import ColumnFactors
 from leantune.codec.counter_hash import low_fraction, random_bits, splitmix64
-from leantune.codec.factored import Factors
-from leantune.codec.low_rank import PowerIteration
+from leantune.codec.low_rank import initial_basis, next_basis
 from leantune.codec.ternary_state import REPLICATED, TernaryState, tensor_specs
 from leantune.codec.tiles import TILE_ELEMENTS, BlockGrid, Tile, matrix_shape, tiles
 from leantune.codec.trits import TRITS_PER_BYTE
@@ -209,17 +209,12 @@ class _Step:
             self._move(weight, tile, u, None)
 
     def ternary(self, weight: WeightMatrix, grad: Tensor, state: TernaryState) -> None:
-        """Decode a tile, apply the rule, encode it, move the weights; a pass before it refreshes the carry, if any."""
-        rows, cols = grad.shape
-        grids: dict[int, BlockGrid] = {}
-        walk = list(tiles(rows, cols, column_unit=TRITS_PER_BYTE * self.block_size))
-        for tile in walk:
-            grids.setdefault(tile.cols, BlockGrid(tile.cols, self.block_size, grad.device))
-        carry = None
-        if state.has_carry:
-            stored = self._refreshed_carry(grad, state, walk, grids)
-            carry = stored[0].float(), stored[1].float()
-        factors = self._averaged_factors(state, *self._square_sums(grad, walk))
+        """A tile at a time: decode it, apply the rule, encode it, move the weights."""
+        walk = list(tiles(*grad.shape, column_unit=TRITS_PER_BYTE * self.block_size))
+        grids = {cols: BlockGrid(cols, self.block_size, grad.device) for cols in {tile.cols for tile in walk}}
+        means = self._column_means(state, self._square_sums(grad, walk))
+        factors, basis = ColumnFactors(means), self._basis(state)
+        products = None if basis is None else torch.zeros_like(basis, dtype=torch.float32)
         for tile in walk:
             grid = grids[tile.cols]
             top, first = self.shard.first_row + tile.top, tile.left // self.block_size
@@ -227,10 +222,14 @@ class _Step:
             v, x = state.variance(tile, grid)
             _, u, v = self._rule(grid.split(self._gradient(grad, tile)), state.momentum(tile, grid), v)
             state.write_variance(tile, grid, v, x, low_fraction(bits), factors)
+            carry = None
+            if basis is not None and products is not None:
+                projected = grid.join(u) @ basis.float()
+                products.addmm_(grid.join(u).t(), projected)
+                carry = projected.to(torch.bfloat16), basis
             decoded = state.write_momentum(tile, grid, u, carry)
             self._move(weight, tile, grid.join(released_step(u, decoded, self.beta1)), grid.join(bits))
-        if carry is not None:
-            state.write_carry(carry)
+        self._write_columns(state, means, basis, products)
 
     def compiled(
         self,
@@ -258,44 +257,37 @@ class _Step:
             grad_scale=self.grad_scale,
             stochastic=weight.stochastic,
         )
-        call.decode_with(state.factors)
+        means, basis = self._column_means(state, call.square_sums()), self._basis(state)
+        self._write_columns(state, means, basis, call.step(means, basis))
+
+    def _square_sums(self, grad: Tensor, walk: list[Tile]) -> Tensor:
+        """Sums of g^2 over the rows that are here, fp64 (cols,)."""
+        sums = torch.zeros(grad.shape[1], dtype=torch.float64, device=grad.device)
+        for tile in walk:
+            sums[tile.left : tile.right] += self._gradient(grad, tile).square().sum(dim=0, dtype=torch.float64)
+        return sums
+
+    def _column_means(self, state: TernaryState, square_sums: Tensor) -> Tensor:
+        """c = beta2 c + (1 - beta2) mean over all rows of g^2, fp32 (cols,). In fp64, sums over rows come out the same
+        however the rows are shared out."""
+        mean = self.shard.total(square_sums).div_(self.shard.all_rows).float()
+        return torch.lerp(state.column_means, mean, 1 - self.beta2)
+
+    def _basis(self, state: TernaryState) -> Tensor | None:
+        """V that u is projected onto in this step, bfloat16 (cols, rank), or None without a carry."""
+        if not state.has_carry:
+            return None
+        cols, rank = state.basis.shape
+        # The state begins as zeros.
+        return state.basis if self.number > 1 else initial_basis(cols, rank, splitmix64(self.key), state.basis.device)
+
+    def _write_columns(self, state: TernaryState, means: Tensor, basis: Tensor | None, products: Tensor | None) -> None:
+        """Store what belongs to the columns: c, V, and V for the next step from Y = u^T u V of the rows that are here,
+        fp32 (cols, rank)."""
         carry = None
-        if state.has_carry:
-            iteration = PowerIteration(grad.shape[0], state.basis, splitmix64(self.key))
-            iteration.set(*call.power_iteration(iteration.basis))
-            carry = iteration.finish(self.shard.total)
-        row_sums, column_sums = call.square_sums()
-        call.step(carry, self._averaged_factors(state, row_sums, column_sums))
-        if carry is not None:
-            state.write_carry(carry)
-
-    def _refreshed_carry(
-        self, grad: Tensor, state: TernaryState, walk: list[Tile], grids: dict[int, BlockGrid]
-    ) -> tuple[Tensor, Tensor]:
-        """One power iteration on this step's u, computed a tile of whole rows at a time."""
-        iteration = PowerIteration(grad.shape[0], state.basis, splitmix64(self.key))
-        for tile in walk:
-            grid = grids[tile.cols]
-            v, _ = state.variance(tile, grid)
-            _, u, _ = self._rule(grid.split(self._gradient(grad, tile)), state.momentum(tile, grid), v)
-            iteration.add(tile.top, grid.join(u))
-        return iteration.finish(self.shard.total)
-
-    def _square_sums(self, grad: Tensor, walk: list[Tile]) -> tuple[Tensor, Tensor]:
-        """Sums of g^2 over the columns, fp32 (rows,), and over the rows that are here, fp64 (cols,)."""
-        rows, cols = grad.shape
-        row_sums = torch.zeros(rows, dtype=torch.float32, device=grad.device)
-        column_sums = torch.zeros(cols, dtype=torch.float64, device=grad.device)
-        for tile in walk:
-            square = self._gradient(grad, tile).square()
-            row_sums[tile.top : tile.bottom] += square.sum(dim=1)
-            column_sums[tile.left : tile.right] += square.sum(dim=0, dtype=torch.float64)
-        return row_sums, column_sums
-
-    def _averaged_factors(self, state: TernaryState, row_sums: Tensor, column_sums: Tensor) -> Factors:
-        """The new factors. In fp64, sums over rows come out the same however the rows are shared out."""
-        columns = self.shard.total(column_sums).div_(self.shard.all_rows).float()
-        return state.average_factors(row_sums.div_(len(columns)), columns, self.beta2)
+        if basis is not None and products is not None:
+            carry = basis, next_basis(self.shard.total(products), basis)
+        state.write_columns(means, carry)
 
     def _gradient(self, grad: Tensor, tile: Tile) -> Tensor:
         return tile.of(grad).float() if self.grad_scale == 1.0 else tile.of(grad).float() * self.grad_scale

@@ -2,7 +2,7 @@
 #pragma once
 #include <stdint.h>
 
-#define LEANTUNE_INTERFACE 2
+#define LEANTUNE_INTERFACE 3
 
 enum { LEANTUNE_FLOAT32 = 0, LEANTUNE_BFLOAT16 = 1 };
 
@@ -14,8 +14,8 @@ typedef struct {
     uint64_t key;
     int32_t block, planes, rank; /* block: a multiple of 16; planes of momentum: 1 or 2; rank 0: no carry */
     int32_t grad_dtype, weight_dtype, stochastic, threads;
-    float lr, decay;            /* w <- w * decay - lr * step */
-    float beta1, rest1, release; /* rest1 = 1 - beta1, release = 1 / (1 - beta1) */
+    float lr, decay;             /* w <- w * decay - lr * step */
+    float beta1, rest1, release; /* rest1 = 1 - beta1, release = beta1 / (1 - beta1) */
     float beta2, rest2, bias;    /* bias = 1 / (1 - beta2^t) */
     float eps, grad_scale;
     const void *grad;
@@ -25,12 +25,11 @@ typedef struct {
     uint16_t *momentum_scale[2];
     uint8_t *variance_trits;
     uint16_t *variance_level, *variance_step;
-    const uint16_t *carry_rows; /* bf16 (rows, rank); null without a carry */
-    const float *carry_columns; /* fp32 (rank, cols) */
-    const uint16_t *new_rows;   /* the refreshed carry that u is coded against */
-    const float *new_columns;
-    const float *row_factors, *column_factors;         /* v decodes with f = row factor * column factor */
-    const float *new_row_factors, *new_column_factors; /* and is coded against these */
+    uint16_t *carry_rows;          /* bf16 (rows, rank): read, then written; null without a carry */
+    const uint16_t *carry_columns; /* bf16 (cols, rank) */
+    const uint16_t *basis;         /* V of this step, bf16 (cols, rank) */
+    const float *column_means;     /* c that v decodes with, fp32 (cols) */
+    const float *new_column_means; /* c that v is coded relative to */
 } LeantuneTernary;
 
 #ifdef __cplusplus
@@ -43,15 +42,12 @@ const char *leantune_instructions(void);
 /* Limit the instruction set ("avx512", "avx2", "portable"); returns 0, or 1 where this machine lacks it. */
 int leantune_use(const char *instructions);
 
-/* The power iteration of the carry on this step's u. basis: fp32 (rank, cols rounded up to 16), zeros behind;
-   product: fp32 (rows, rank); columns: fp32 (chunks, rank, cols) and gram: fp64 (chunks, rank, rank), zeroed by the caller.
-   Rows fall into `chunks` equal ranges, so sums do not depend on the number of threads. */
-void leantune_ternary_momentum(const LeantuneTernary *t, const float *basis, float *product, float *columns,
-                               double *gram, int chunks);
-/* Sums of squares of the scaled gradient: rows fp32 (rows), columns fp64 (chunks, cols), the latter zeroed by the caller. */
-void leantune_ternary_squares(const LeantuneTernary *t, float *rows, double *columns, int chunks);
-/* Decode, rule, encode, move the weights. */
-void leantune_ternary_step(const LeantuneTernary *t);
+/* Sums of squares of the scaled gradient over the rows, fp64 (cols). `partial`: fp64 (chunks, cols), zeroed by the
+   caller; its first row is the result. Rows fall into `chunks` equal ranges, so sums do not depend on the threads. */
+void leantune_ternary_squares(const LeantuneTernary *t, double *partial, int chunks);
+/* Decode, rule, encode, move the weights. With a carry also Y = u^T u V, fp32 (rank, cols), in the first part of
+   `partial`: fp32 (chunks, rank, cols), zeroed by the caller. */
+void leantune_ternary_step(const LeantuneTernary *t, float *partial, int chunks);
 
 #ifdef __cplusplus
 }

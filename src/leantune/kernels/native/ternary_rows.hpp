@@ -1,106 +1,89 @@
-// One step of a ternary parameter, row by row. Included once per instruction set, inside a namespace of its own, by
-// ternary.cpp; the code is the same for all. It is compiled without contraction of a * b + c and every sum over a block
-// runs in the same 16 lanes, so all instruction sets give the same bits.
+// One step of a ternary parameter, a panel of rows at a time. Included once per instruction set, inside a namespace of
+// its own, by ternary.cpp, after simd.hpp; the code is the same for all. Sums over a block run in the same sixteen lanes
+// everywhere, so sets that fuse multiplication and addition give the same bits as each other.
 //
 // The decisions (what is rounded, when, from which stored value) are those of leantune/codec and
 // leantune/optim/ternary_adamw.py, which say why.
 
-typedef float Eight __attribute__((vector_size(32), aligned(4), may_alias));
-typedef float Four __attribute__((vector_size(16)));
-
-// Sixteen partial sums, as two vectors of eight: one of sixteen would live in memory where registers hold eight.
-struct Lanes {
-    Eight low, high;
-    Lanes() : low{}, high{} {}
-    float reduce() const {
-        const Eight both = low + high;
-        const Four half = Four{both[0], both[1], both[2], both[3]} + Four{both[4], both[5], both[6], both[7]};
-        return (half[0] + half[2]) + (half[1] + half[3]);
-    }
-};
-
-static inline float from_bf16(uint16_t value) {
+INLINE float from_bf16(uint16_t value) {
     const uint32_t bits = (uint32_t)value << 16;
     float result;
     std::memcpy(&result, &bits, sizeof result);
     return result;
 }
 
-static inline uint16_t to_bf16(float value) {
-    uint32_t bits;
+INLINE float from_pattern(int64_t pattern) {
+    const int32_t bits = (int32_t)(pattern > SMALLEST ? pattern : SMALLEST);
+    float result;
+    std::memcpy(&result, &bits, sizeof result);
+    return result;
+}
+
+INLINE int32_t pattern_of(float value) {
+    int32_t bits;
     std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+INLINE uint16_t to_bf16(float value) {
+    const uint32_t bits = (uint32_t)pattern_of(value);
     return (uint16_t)((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
 }
 
-static inline const Eight &eight(const float *x) { return *(const Eight *)x; }
-
-static inline float sum(const float *x, int n) {
-    Lanes total;
-    for (int i = 0; i < n; i += 16) {
-        total.low += eight(x + i);
-        total.high += eight(x + i + 8);
-    }
-    return total.reduce();
+static inline void fill(float *x, float value, int64_t from, int64_t to) {
+    for (int64_t i = from; i < to; i++) x[i] = value;
 }
 
-static inline float dot(const float *x, const float *y, int64_t n) {
-    Lanes total;
-    for (int64_t i = 0; i < n; i += 16) {
-        total.low += eight(x + i) * eight(y + i);
-        total.high += eight(x + i + 8) * eight(y + i + 8);
-    }
-    return total.reduce();
-}
-
-static inline float sum_of_squares(const float *x, int n) { return dot(x, x, n); }
-
-// Byte i of a group of n trits holds the trits i, i + p, ... i + 4p as digits of base 3, p = ceil(n / 5).
-static void unpack(const uint8_t *__restrict packed, int n, float *__restrict trits, int padded) {
+// Byte i of a group of n trits holds the trits i, i + p, ... i + 4p as digits 0, 1, 2 of base 3, p = ceil(n / 5). What
+// is absent becomes digit 1, trit 0.
+static void unpack(const uint8_t *__restrict packed, int n, uint8_t *__restrict digits, int padded) {
     const int p = (n + 4) / 5;
-    float *__restrict first = trits, *__restrict second = trits + p, *__restrict third = second + p, *__restrict fourth = third + p,
-                *__restrict fifth = fourth + p;
+    uint8_t *__restrict first = digits, *__restrict second = digits + p, *__restrict third = second + p,
+                       *__restrict fourth = third + p, *__restrict fifth = fourth + p;
     for (int i = 0; i < p; i++) {  // (b * 171) >> 9 is b / 3, exact below 256
-        const int32_t b0 = packed[i], b1 = (b0 * 171) >> 9, b2 = (b1 * 171) >> 9, b3 = (b2 * 171) >> 9,
-                      b4 = (b3 * 171) >> 9;
-        first[i] = (float)(b0 - 3 * b1 - 1);
-        second[i] = (float)(b1 - 3 * b2 - 1);
-        third[i] = (float)(b2 - 3 * b3 - 1);
-        fourth[i] = (float)(b3 - 3 * b4 - 1);
-        fifth[i] = (float)(b4 - 1);
+        const uint16_t b0 = packed[i], b1 = (uint16_t)(b0 * 171) >> 9, b2 = (uint16_t)(b1 * 171) >> 9,
+                       b3 = (uint16_t)(b2 * 171) >> 9, b4 = (uint16_t)(b3 * 171) >> 9;
+        first[i] = (uint8_t)(b0 - 3 * b1);
+        second[i] = (uint8_t)(b1 - 3 * b2);
+        third[i] = (uint8_t)(b2 - 3 * b3);
+        fourth[i] = (uint8_t)(b3 - 3 * b4);
+        fifth[i] = (uint8_t)b4;
     }
-    for (int i = n; i < padded; i++) trits[i] = 0.0f;
+    for (int i = n; i < padded; i++) digits[i] = 1;
 }
 
-static void pack(const float *__restrict trits, int n, uint8_t *__restrict packed) {
+// The inverse; absent trits are digit 0. Writes up to four digits behind the n.
+static void pack(uint8_t *__restrict digits, int n, uint8_t *__restrict packed) {
     const int p = (n + 4) / 5;
-    if (n == 5 * p) {
-        const float *first = trits, *second = trits + p, *third = second + p, *fourth = third + p, *fifth = fourth + p;
-        for (int i = 0; i < p; i++) {
-            const float value = (((fifth[i] * 3.0f + fourth[i]) * 3.0f + third[i]) * 3.0f + second[i]) * 3.0f + first[i];
-            packed[i] = (uint8_t)(int32_t)(value + 121.0f);
-        }
-        return;
-    }
-    for (int i = 0; i < p; i++) {  // absent trits are digit 0, that is -1
-        float value = 0.0f;
-        for (int k = 4; k >= 0; k--) value = value * 3.0f + (k * p + i < n ? trits[k * p + i] : -1.0f);
-        packed[i] = (uint8_t)(int)(value + 121.0f);
+    for (int i = n; i < 5 * p; i++) digits[i] = 0;
+    const uint8_t *first = digits, *second = digits + p, *third = second + p, *fourth = third + p, *fifth = fourth + p;
+    for (int i = 0; i < p; i++) {
+        uint8_t value = (uint8_t)(fifth[i] + fifth[i] + fifth[i] + fourth[i]);
+        value = (uint8_t)(value + value + value + third[i]);
+        value = (uint8_t)(value + value + value + second[i]);
+        packed[i] = (uint8_t)(value + value + value + first[i]);
     }
 }
 
-static void load(const void *matrix, int dtype, int64_t offset, int64_t stride, int n, float *__restrict out) {
-    if (stride != 1) {
-        for (int i = 0; i < n; i++, offset += stride)
-            out[i] = dtype == LEANTUNE_FLOAT32 ? ((const float *)matrix)[offset] : from_bf16(((const uint16_t *)matrix)[offset]);
-        return;
-    }
-    if (dtype == LEANTUNE_FLOAT32) {
-        std::memcpy(out, (const float *)matrix + offset, sizeof(float) * n);
-        return;
-    }
-    const uint16_t *__restrict in = (const uint16_t *)matrix + offset;
-    uint32_t *__restrict bits = (uint32_t *)out;
-    for (int i = 0; i < n; i++) bits[i] = (uint32_t)in[i] << 16;
+// WIDTH elements in fp32.
+INLINE Floats read(const float *x) { return load(x); }
+INLINE Floats read(const uint16_t *x) { return (Floats)(widen(x) << 16); }
+INLINE float read_one(const float *x) { return *x; }
+INLINE float read_one(const uint16_t *x) { return from_bf16(*x); }
+
+// n elements of a row in fp32.
+template <class Element> static void read_row(const Element *__restrict in, int64_t stride, int64_t n, float *__restrict out) {
+    int64_t i = 0;
+    if (stride == 1)
+        for (; i + WIDTH <= n; i += WIDTH) store(out + i, read(in + i));
+    for (; i < n; i++) out[i] = read_one(in + i * stride);
+}
+
+static void read_row(const void *matrix, int dtype, int64_t offset, int64_t stride, int64_t n, float *out) {
+    if (dtype == LEANTUNE_FLOAT32)
+        read_row((const float *)matrix + offset, stride, n, out);
+    else
+        read_row((const uint16_t *)matrix + offset, stride, n, out);
 }
 
 // bits of element i of a block: mix32(key ^ i * golden), the counter hash of codec/counter_hash.py.
@@ -114,217 +97,362 @@ static void random_bits(uint64_t key, int64_t row, int64_t block, int size, uint
     }
 }
 
-// A group: five neighbouring blocks of a row (the last of a row fewer), decoded into fp32.
-struct Group {
-    int n, padded, blocks, block;
-    int64_t row, left, first_block, bytes;  // left: first column; bytes: offset of its trits in the state's row
-    float *grad, *decoded, *u, *v, *x, *q, *work;
-    uint32_t *bits;
+// What belongs to the columns, worked out once for all rows. Behind the last column everything is 0.
+struct Columns {
+    int64_t wide;                    // columns, rounded up to whole blocks
+    std::vector<float> memory;
+    float *times, *over, *units;     // f of the stored v; 1 / f of the new; 1 / OCTAVE in live columns
+    float *carried, *basis;          // V^T of the stored carry and of this step, (rank, wide)
+    float *count;                    // live elements of each block, 1 at least
+
+    Columns(const LeantuneTernary *t)
+        : wide(t->blocks_per_row * t->block), memory((size_t)((3 + 2 * t->rank) * wide + t->blocks_per_row)) {
+        times = memory.data();
+        over = times + wide;
+        units = over + wide;
+        carried = units + wide;
+        basis = carried + t->rank * wide;
+        count = basis + t->rank * wide;
+        relative(t->column_means, t->cols, times);
+        relative(t->new_column_means, t->cols, over);
+        for (int64_t j = 0; j < t->cols; j++) {
+            units[j] = over[j] > 0.0f ? 1.0f / OCTAVE : 0.0f;
+            count[j / t->block] += over[j] > 0.0f ? 1.0f : 0.0f;
+            over[j] = over[j] > 0.0f ? 1.0f / over[j] : 0.0f;
+        }
+        for (int64_t b = 0; b < t->blocks_per_row; b++) count[b] = count[b] > 1.0f ? count[b] : 1.0f;
+        for (int k = 0; k < t->rank; k++)
+            for (int64_t j = 0; j < t->cols; j++) {
+                carried[k * wide + j] = from_bf16(t->carry_columns[j * t->rank + k]);
+                basis[k * wide + j] = from_bf16(t->basis[j * t->rank + k]);
+            }
+    }
+
+    // c / mean(c), at least LEAST_FACTOR; 0 where c is.
+    static void relative(const float *means, int64_t cols, float *out) {
+        double sum = 0.0;
+        for (int64_t j = 0; j < cols; j++) sum += means[j];
+        const float mean = (float)(sum / (double)cols);
+        for (int64_t j = 0; j < cols; j++) {
+            const float share = means[j] / mean;
+            out[j] = means[j] > 0.0f ? (share > LEAST_FACTOR ? share : LEAST_FACTOR) : 0.0f;
+        }
+    }
 };
 
-// y += factor * x
-static inline void add_scaled(float *__restrict y, float factor, const float *__restrict x, int n) {
-    for (int i = 0; i < n; i++) y[i] += factor * x[i];
-}
+// Up to four rows between their decoding and their encoding, (4, wide) each, and scratch for one group: five
+// neighbouring blocks of a row (the last of a row fewer), whose trits share bytes.
+struct Panel {
+    int64_t wide;
+    int rows;  // that fit: four, or one where four would leave the caches
+    std::vector<float> memory;
+    std::vector<uint8_t> bytes;
+    float *u, *ratio, *residual, *offset, *work, *second_work;
+    uint32_t *bits;
+    uint8_t *old_trits, *trits, *second;
 
-// y += f0 row0 + f1 row1 + f2 row2 + f3 row3, in this order.
-static void add_four(float *__restrict y, const float *factors, int stride, const float *__restrict rows, int64_t wide,
-                     int64_t n) {
-    const float f0 = factors[0], f1 = factors[stride], f2 = factors[2 * stride], f3 = factors[3 * stride];
-    const float *r0 = rows, *r1 = rows + wide, *r2 = r1 + wide, *r3 = r2 + wide;
-    for (int64_t i = 0; i < n; i++) y[i] = (((y[i] + f0 * r0[i]) + f1 * r1[i]) + f2 * r2[i]) + f3 * r3[i];
-}
+    Panel(const LeantuneTernary *t, const Columns &columns) : wide(columns.wide), rows(columns.wide <= 8192 ? 4 : 1) {
+        const int64_t group = 5 * (int64_t)t->block + 16, size = rows * wide;
+        memory.resize((size_t)((t->rank ? 3 : 2) * size + 4 * group));
+        u = memory.data();
+        ratio = u + size;
+        residual = t->rank ? ratio + size : u;  // without a carry the residual is u itself, until a plane is taken off
+        offset = ratio + size * (t->rank ? 2 : 1);
+        work = offset + group;
+        second_work = work + group;
+        bits = (uint32_t *)(second_work + group);
+        bytes.resize((size_t)(size + 3 * group));
+        old_trits = bytes.data();
+        trits = old_trits + size + group;  // unpack() writes up to four digits behind the last
+        second = trits + group;
+    }
+};
 
-static inline void scale(float *y, float factor, int n) {
-    for (int i = 0; i < n; i++) y[i] *= factor;
-}
+struct Group {
+    int n, blocks, padded;
+    int64_t row, left, first_block, bytes;  // left: first column; bytes: offset of its trits in the state's rows
+    Group(const LeantuneTernary *t, int64_t row, int64_t left) : row(row), left(left) {
+        const int64_t wide = 5 * (int64_t)t->block, rest = t->cols - left;
+        n = (int)(rest < wide ? rest : wide);
+        blocks = (n + t->block - 1) / t->block;
+        padded = blocks * t->block;
+        first_block = row * t->blocks_per_row + left / t->block;
+        bytes = row * t->bytes_per_row + left / 5;
+    }
+    int present(const LeantuneTernary *t, int b) const { return n - b * t->block < t->block ? n - b * t->block : t->block; }
+};
 
-static inline void fill(float *y, float value, int from, int to) {
-    for (int i = from; i < to; i++) y[i] = value;
-}
+// -- decode and rule --------------------------------------------------------------------------------------------------
 
-// C = U V^T of this group, 0 without a carry.
-static void carried_part(const LeantuneTernary *t, const Group &g, const uint16_t *rows, const float *columns,
-                         float *__restrict out) {
-    fill(out, 0.0f, 0, g.padded);
-    if (!rows) return;
-    const uint16_t *row = rows + g.row * t->rank;
-    const float *column = columns + g.left;
+// u = beta1 U V^T of a row, for what the trits and the gradient are added to.
+static void start_from_carry(const LeantuneTernary *t, const Columns &columns, int64_t row, float *__restrict u) {
+    const int rank = t->rank;
+    const uint16_t *mine = t->carry_rows + row * rank;
     int k = 0;
-    for (; k + 4 <= t->rank; k += 4, column += 4 * t->cols) {
-        const float factors[4] = {from_bf16(row[k]), from_bf16(row[k + 1]), from_bf16(row[k + 2]), from_bf16(row[k + 3])};
-        add_four(out, factors, 1, column, t->cols, g.n);
+    for (; k + 4 <= rank || k == 0; k += 4) {
+        const int count = rank - k < 4 ? rank - k : 4;
+        Floats factor[4] = {};
+        for (int j = 0; j < count; j++) factor[j] = all(t->beta1 * from_bf16(mine[k + j]));
+        const float *column = columns.carried + k * columns.wide;
+        // A missing direction reads an existing one and counts for nothing.
+        const int64_t step1 = count > 1 ? columns.wide : 0, step2 = count > 2 ? 2 * columns.wide : 0,
+                      step3 = count > 3 ? 3 * columns.wide : 0;
+        for (int64_t i = 0; i < columns.wide; i += WIDTH) {
+            Floats value = k ? load(u + i) : Floats{};
+            value = fma(factor[0], load(column + i), value);
+            value = fma(factor[1], load(column + step1 + i), value);
+            value = fma(factor[2], load(column + step2 + i), value);
+            store(u + i, fma(factor[3], load(column + step3 + i), value));
+        }
     }
-    for (; k < t->rank; k++, column += t->cols) add_scaled(out, from_bf16(row[k]), column, g.n);
-}
-
-// L(f) of n elements of a row, f = row factor * column factor within [2^-126, 2^60].
-static void factor_patterns(float row, const float *__restrict columns, int32_t *__restrict pattern, int n) {
-    float *__restrict factor = (float *)pattern;
-    for (int i = 0; i < n; i++) {
-        const float f = row * columns[i];
-        factor[i] = f > TINY ? f < 1152921504606846976.0f ? f : 1152921504606846976.0f : TINY;
-    }
-}
-
-// v = f times the ratio that level, step and trits say; `pattern` holds L(f).
-static void decode_variance(float *__restrict out, const float *__restrict x, int size, uint16_t level, uint16_t step,
-                            const int32_t *__restrict factors) {
-    const int32_t centre = (int32_t)((uint32_t)level << 16), octaves = (int32_t)(from_bf16(step) * OCTAVE);
-    int32_t *__restrict pattern = (int32_t *)out;
-    for (int i = 0; i < size; i++) {
-        int32_t ratio = (int32_t)x[i] * octaves + centre;
-        ratio = (ratio > SMALLEST ? ratio : SMALLEST) - ONE;
-        ratio = ratio > -2 * REACH ? ratio < 2 * REACH ? ratio : 2 * REACH : -2 * REACH;
-        ratio += factors[i];
-        pattern[i] = ratio > SMALLEST ? ratio : SMALLEST;
+    for (; k < rank; k++) {
+        const Floats factor = all(t->beta1 * from_bf16(mine[k]));
+        for (int64_t i = 0; i < columns.wide; i += WIDTH)
+            store(u + i, fma(factor, load(columns.carried + k * columns.wide + i), load(u + i)));
     }
 }
 
-// v becomes its ratio to f; `factors` holds L(f).
-static void divide(float *__restrict v, const int32_t *__restrict factors, int n) {
-    int32_t *__restrict pattern = (int32_t *)v;
-    for (int i = 0; i < n; i++) {
-        int32_t ratio = (pattern[i] > SMALLEST ? pattern[i] : SMALLEST) - factors[i];
-        ratio = ratio > -REACH ? ratio < REACH ? ratio : REACH : -REACH;
-        pattern[i] = ratio + ONE;
+// u += beta1 s q, for the second momentum plane of a block.
+static void add_plane(const uint8_t *digits, float scale, float *u, int size) {
+    const Table table(-scale, 0.0f, scale);
+    for (int i = 0; i < size; i += WIDTH) store(u + i, load(u + i) + pick(table, widen(digits + i)));
+}
+
+// What of a block's state the rule reads.
+struct Stored {
+    const uint8_t *momentum, *variance;  // digits
+    float scale;
+    uint16_t level, step;
+};
+
+// A block's v and u of this step from what is stored and the gradient: u is left in `u`, v / f in `ratio`; returns the
+// sum of the latter. CARRIED: u holds beta1 C.
+template <bool CARRIED, class Element>
+static float rule(const LeantuneTernary *t, const Element *grad, const Stored &stored, const float *times, const float *over,
+                  float *u, float *ratio) {
+    const int32_t centre = (int32_t)((uint32_t)stored.level << 16), octaves = (int32_t)(from_bf16(stored.step) * OCTAVE);
+    const Table old_u(-t->beta1 * stored.scale, 0.0f, t->beta1 * stored.scale);
+    const Table old_v(t->beta2 * from_pattern((int64_t)centre - octaves), t->beta2 * from_pattern(centre),
+                      t->beta2 * from_pattern((int64_t)centre + octaves));
+    const Floats rest1 = all(t->rest1), rest2 = all(t->rest2), bias = all(__builtin_sqrtf(t->bias)), eps = all(t->eps),
+                 factor = all(t->grad_scale);
+    Sum sum;
+    for (int i = 0; i < t->block; i += 16)
+        for (int p = 0; p < PARTS; p++) {
+            const int at = i + p * WIDTH;
+            const Floats g = read(grad + at) * factor;
+            const Floats v = fma(pick(old_v, widen(stored.variance + at)), load(times + at), rest2 * g * g);
+            Floats before = pick(old_u, widen(stored.momentum + at));
+            if (CARRIED) before += load(u + at);
+            store(u + at, fma(g / fma(root(v), bias, eps), rest1, before));
+            const Floats relative = v * load(over + at);
+            store(ratio + at, relative);
+            sum.part[p] += relative;
+        }
+    return total(sum);
+}
+
+template <bool CARRIED>
+static float rule(const LeantuneTernary *t, int64_t offset, int present, const Stored &stored, const float *times,
+                  const float *over, float *work, float *u, float *ratio) {
+    if (t->grad_column == 1 && present == t->block) {
+        if (t->grad_dtype == LEANTUNE_FLOAT32) return rule<CARRIED>(t, (const float *)t->grad + offset, stored, times, over, u, ratio);
+        return rule<CARRIED>(t, (const uint16_t *)t->grad + offset, stored, times, over, u, ratio);
     }
+    read_row(t->grad, t->grad_dtype, offset, t->grad_column, present, work);
+    fill(work, 0.0f, present, t->block);
+    return rule<CARRIED>(t, (const float *)work, stored, times, over, u, ratio);
 }
 
-static void rule(const LeantuneTernary *t, const float *__restrict grad, float *__restrict u, float *__restrict v, int n) {
-    const float beta2 = t->beta2, rest2 = t->rest2, bias = t->bias, eps = t->eps, rest1 = t->rest1;
-    for (int i = 0; i < n; i++) {
-        const float next = v[i] * beta2 + rest2 * grad[i] * grad[i];
-        const float normalised = grad[i] / (__builtin_sqrtf(next * bias) + eps);
-        u[i] += rest1 * (normalised - u[i]);
-        v[i] = next;
-    }
+// -- the second moment's encoding -------------------------------------------------------------------------------------
+
+// What is found out about a block of ratios v / f on the way to its level, step and trits. Each stage runs over all
+// blocks of a group before the next: what one waits for, the others fill.
+struct LogBlock {
+    float sum, count;                // of the ratios; of live elements
+    float sums[4];                   // of the offsets, offsets times digits, digits, squared digits
+    float inverse, shift, reach;     // 1 / d; the level, from the mean, in octaves; the float of l + d
+    float kept;                      // sum of what of the ratios the largest trit reaches
+    uint16_t level, step;
+    bool empty() const { return !(sum / count > EMPTY); }
+};
+
+// Offsets of log v / f from that of the mean, in octaves, and their sums with `old`, the digits of the last coding.
+static void log_offsets(LogBlock &block, const float *ratio, const uint8_t *old, const float *units, float *offset, int size) {
+    const float mean = block.sum / block.count, share = mean * FLOOR;
+    const Floats least = all(share > TINY ? share : TINY);
+    const Ints from = all_ints(pattern_of(mean));
+    Sum offsets, products, digits, squares;
+    for (int i = 0; i < size; i += 16)
+        for (int p = 0; p < PARTS; p++) {
+            const int at = i + p * WIDTH;
+            const Floats octaves = to_floats(bits_of(larger(load(ratio + at), least)) - from) * load(units + at);
+            const Floats digit = to_floats(widen(old + at));
+            store(offset + at, octaves);
+            offsets.part[p] += octaves;
+            products.part[p] = fma(octaves, digit, products.part[p]);
+            digits.part[p] += digit;
+            squares.part[p] = fma(digit, digit, squares.part[p]);
+        }
+    totals(offsets, products, digits, squares, block.sums);
 }
 
-// u, v and x of the group from the stored state and the gradient.
-static void apply_rule(const LeantuneTernary *t, const Group &g) {
-    load(t->grad, t->grad_dtype, g.row * t->grad_row + g.left * t->grad_column, t->grad_column, g.n, g.grad);
-    fill(g.grad, 0.0f, g.n, g.padded);
-    if (t->grad_scale != 1.0f) scale(g.grad, t->grad_scale, g.padded);
-    carried_part(t, g, t->carry_rows, t->carry_columns, g.u);
-    for (int plane = 0; plane < t->planes; plane++) {
-        unpack(t->momentum_trits[plane] + g.bytes, g.n, g.q, g.padded);
-        for (int b = 0; b < g.blocks; b++)
-            add_scaled(g.u + b * g.block, from_bf16(t->momentum_scale[plane][g.first_block + b]), g.q + b * g.block, g.block);
-    }
-    unpack(t->variance_trits + g.bytes, g.n, g.x, g.padded);
-    int32_t *factors = (int32_t *)g.work;
-    factor_patterns(t->row_factors[g.row], t->column_factors + g.left, factors, g.n);
-    for (int i = g.n; i < g.padded; i++) factors[i] = ONE;
-    for (int b = 0; b < g.blocks; b++)
-        decode_variance(g.v + b * g.block, g.x + b * g.block, g.block, t->variance_level[g.first_block + b],
-                        t->variance_step[g.first_block + b], factors + b * g.block);
-    rule(t, g.grad, g.u, g.v, g.padded);
-    fill(g.v, 0.0f, g.n, g.padded);
+// The first log-step of a block, from the spread of its offsets.
+static float first_step(const float *offset, float average, float count, int size) {
+    Sum squares;
+    for (int i = 0; i < size; i += 16)
+        for (int p = 0; p < PARTS; p++) {
+            const Floats octaves = load(offset + i + p * WIDTH);
+            squares.part[p] = fma(octaves, octaves, squares.part[p]);
+        }
+    const float square = total(squares) / count - average * average;
+    return __builtin_sqrtf(square > 0.0f ? square : 0.0f) * FIRST_STEP;
 }
 
-static inline float deviation(const float *x, int size, float count) {
-    const float mean = sum(x, size) / count, square = sum_of_squares(x, size) / count - mean * mean;
-    return __builtin_sqrtf(square > 0.0f ? square : 0.0f);
-}
-
-// offset = L(v) - L(v[0]) in octaves, v floored.
-static void log_offsets(const float *__restrict v, float least, float *__restrict offset, int size, int32_t *first) {
-    int32_t *__restrict pattern = (int32_t *)offset;
-    for (int i = 0; i < size; i++) offset[i] = v[i] > least ? v[i] : least;
-    const int32_t start = pattern[0];
-    for (int i = 0; i < size; i++) offset[i] = (float)(pattern[i] - start) * (1.0f / OCTAVE);
-    *first = start;
-}
-
-// x = floor(clamp(offset / d, -1, 1) + uniform), uniform from the low 16 bits.
-static void round_trits(const float *__restrict offset, float inverse, const uint32_t *__restrict bits, float *__restrict x, int size) {
-    for (int i = 0; i < size; i++) {
-        float y = offset[i] * inverse;
-        y = y > -1.0f ? y : -1.0f;
-        y = y < 1.0f ? y : 1.0f;
-        y += (float)(int32_t)(bits[i] & 0xFFFF) * (1.0f / 65536.0f);
-        x[i] = (float)(int32_t)(y + 1.0f) - 1.0f;  // y + 1 lies in [0, 3): truncation is floor
-    }
-}
-
-// sum min(v, the float of this pattern).
-static float sum_up_to(const float *__restrict v, int32_t pattern, float *__restrict work, int size) {
-    float cap;
-    std::memcpy(&cap, &pattern, sizeof cap);
-    for (int i = 0; i < size; i++) work[i] = v[i] < cap ? v[i] : cap;
-    return sum(work, size);
-}
-
-// The ratios v / f of one block into its level, step and trits (written over x).
-static void encode_variance(const float *v, float *x, float *offset, const uint32_t *bits, int size, int present,
-                            uint16_t *level, uint16_t *step) {
-    const float count = (float)present, total = sum(v, size), mean = total / count;
-    if (!(mean > EMPTY)) {
-        *level = *step = 0;
-        fill(x, 0.0f, 0, size);
-        return;
-    }
-    const float share = mean * (1.0f / 1024.0f);
-    int32_t first;
-    log_offsets(v, share > TINY ? share : TINY, offset, size, &first);
-    fill(offset, 0.0f, present, size);
-    const int64_t centre = (int64_t)first + (int64_t)(sum(offset, size) / count * OCTAVE);
-    int64_t upper = (centre + (1 << 15)) >> 16;
+// The level and the step. `previous`: the step of the last coding.
+INLINE void choose_level(LogBlock &block, uint16_t previous, const float *offset, int size) {
+    block.level = block.step = 0;
+    block.inverse = block.shift = block.reach = 0.0f;
+    if (block.empty()) return;
+    const float average = block.sums[0] / block.count;
+    const int32_t centre = pattern_of(block.sum / block.count);
+    int32_t upper = (centre + (int32_t)(average * OCTAVE) + (1 << 15)) >> 16;
     if (upper > LARGEST_LEVEL) upper = LARGEST_LEVEL;
-    const float shift = (float)((upper << 16) - first) * (1.0f / OCTAVE);
-    for (int i = 0; i < size; i++) offset[i] -= shift;
-    fill(offset, 0.0f, present, size);
-    const float previous = from_bf16(*step);
-    float next;
-    if (previous == 0.0f) {
-        next = deviation(offset, size, count) * 1.22f;
+    float step = from_bf16(previous);
+    if (previous) {  // trits are digits less 1; the sums of trits and of their squares are whole numbers
+        const float once = block.sums[2] - size, twice = block.sums[3] - 2.0f * block.sums[2] + size;
+        const float spread = twice * block.count - once * once;
+        if (spread > 0.0f)
+            step = ((block.sums[1] - block.sums[0]) * block.count - block.sums[0] * once) / spread;
     } else {
-        const float mean = sum(offset, size) / count, old_mean = sum(x, size) / count;
-        const float shared = dot(offset, x, size) / count - mean * old_mean;
-        const float old = sum_of_squares(x, size) / count - old_mean * old_mean;
-        next = old > 0.0f ? shared / old : previous;
+        step = first_step(offset, average, block.count, size);
     }
-    next = next < 0.05f ? 0.05f : next > 8.0f ? 8.0f : next;
-    *step = to_bf16(next);
-    *level = (uint16_t)upper;
-    round_trits(offset, 1.0f / from_bf16(*step), bits, x, size);
-    fill(x, 0.0f, present, size);
-    // The level rises by what lies beyond it and its step, where that is much: what is cut off would compound.
-    const int64_t reach = (int64_t)(upper << 16) + (int32_t)(from_bf16(*step) * OCTAVE);
-    const float kept = sum_up_to(v, (int32_t)(reach > SMALLEST ? reach : SMALLEST), offset, size);
-    int32_t wanted_bits, kept_bits;
-    std::memcpy(&wanted_bits, &total, sizeof total);
-    std::memcpy(&kept_bits, &kept, sizeof kept);
-    const int64_t missing = ((int64_t)wanted_bits - kept_bits + (1 << 15)) >> 16;
-    if (missing >= LEAST_RAISE) *level = (uint16_t)(upper + missing > LARGEST_LEVEL ? LARGEST_LEVEL : upper + missing);
+    block.step = to_bf16(step < LEAST_STEP ? LEAST_STEP : step > MOST_STEP ? MOST_STEP : step);
+    block.level = (uint16_t)upper;
+    step = from_bf16(block.step);
+    block.inverse = 1.0f / step;
+    block.shift = (float)((upper << 16) - centre) * (1.0f / OCTAVE);
+    block.reach = from_pattern(((int64_t)upper << 16) + (int32_t)(step * OCTAVE));
 }
 
-static void choose_trits(const float *__restrict residual, float threshold, float *__restrict q, int size) {
-    for (int i = 0; i < size; i++) {
-        const float r = residual[i];
-        q[i] = (r > threshold ? 1.0f : 0.0f) - (r < -threshold ? 1.0f : 0.0f);
+// The digits of floor(clamp((offset - shift) / d, -1, 1) + uniform), uniform from the low 16 bits, in units of 2^-16.
+static void round_trits(LogBlock &block, const float *offset, const float *ratio, const uint32_t *bits, uint8_t *digits, int size) {
+    const Floats scale = all(block.inverse * 65536.0f), base = all(65536.0f - block.shift * block.inverse * 65536.0f),
+                 least = Floats{}, most = all(131072.0f), reach = all(block.reach);
+    Sum kept;
+    for (int i = 0; i < size; i += 16) {
+        Ints digit[PARTS];
+        for (int p = 0; p < PARTS; p++) {
+            const int at = i + p * WIDTH;
+            const Floats place = smaller(larger(fma(load(offset + at), scale, base), least), most);
+            digit[p] = (truncate(place) + (*(const Ints *)(bits + at) & 0xFFFF)) >> 16;
+            kept.part[p] += smaller(load(ratio + at), reach);
+        }
+        narrow(digit, digits + i);
+    }
+    block.kept = total(kept);
+}
+
+// The level rises by what lies beyond it and its step, where that is much: what is cut off would compound.
+INLINE void raise_level(LogBlock &block) {
+    if (block.empty()) return;
+    const int32_t missing = (pattern_of(block.sum) - pattern_of(block.kept) + (1 << 15)) >> 16;
+    const int32_t raised = block.level + (missing >= LEAST_RAISE ? missing : 0);
+    block.level = (uint16_t)(raised > LARGEST_LEVEL ? LARGEST_LEVEL : raised);
+}
+
+// Encode v / f of a group: trits into `digits`, level and step into the state.
+static void encode_variance(const LeantuneTernary *t, const Columns &columns, const Group &g, const float *ratio,
+                            const uint8_t *old, const float *sums, float *offset, const uint32_t *bits, uint8_t *digits) {
+    const int size = t->block;
+    const float *units = columns.units + g.left;
+    LogBlock blocks[5];
+    for (int b = 0; b < g.blocks; b++) {
+        const int at = b * size;
+        blocks[b].sum = sums[b];
+        blocks[b].count = columns.count[g.left / size + b];
+        log_offsets(blocks[b], ratio + at, old + at, units + at, offset + at, size);
+    }
+    for (int b = 0; b < g.blocks; b++) choose_level(blocks[b], t->variance_step[g.first_block + b], offset + b * size, size);
+    for (int b = 0; b < g.blocks; b++) {
+        const int at = b * size;
+        round_trits(blocks[b], offset + at, ratio + at, bits + at, digits + at, size);
+        if (blocks[b].count < (float)size)
+            for (int i = at; i < at + size; i++) digits[i] = units[i] > 0.0f ? digits[i] : 1;
+    }
+    for (int b = 0; b < g.blocks; b++) {
+        raise_level(blocks[b]);
+        t->variance_level[g.first_block + b] = blocks[b].level;
+        t->variance_step[g.first_block + b] = blocks[b].step;
     }
 }
 
-// T(residual) of one block: its trits into q; returns the stored scale.
-static float encode_momentum(const float *residual, float *q, int size, int present, uint16_t *scale) {
-    choose_trits(residual, __builtin_sqrtf(sum_of_squares(residual, size) / (float)present) * 0.612f, q, size);
-    const float chosen = sum_of_squares(q, size);
-    *scale = to_bf16(dot(residual, q, size) / (chosen > 1.0f ? chosen : 1.0f));
-    return from_bf16(*scale);
+// -- the momentum's encoding ------------------------------------------------------------------------------------------
+
+static float sum_of_squares(const float *x, int size) {
+    Sum squares;
+    for (int i = 0; i < size; i += 16)
+        for (int p = 0; p < PARTS; p++) {
+            const Floats value = load(x + i + p * WIDTH);
+            squares.part[p] = fma(value, value, squares.part[p]);
+        }
+    return total(squares);
 }
+
+// The digits of sign(r) where |r| > limit; sums: of the chosen |r|, and their number.
+static void choose_trits(const float *residual, float limit, uint8_t *digits, int size, float *sums) {
+    const Floats threshold = all(limit);
+    Sum chosen, number, none;
+    Ints counted[PARTS] = {};
+    for (int i = 0; i < size; i += 16) {
+        Ints digit[PARTS];
+        for (int p = 0; p < PARTS; p++) {
+            const Floats r = load(residual + i + p * WIDTH), magnitude = keep(r, all_ints(0x7FFFFFFF));
+            const Ints large = (Ints)(magnitude > threshold);
+            chosen.part[p] += keep(magnitude, large);
+            counted[p] -= large;
+            digit[p] = 1 + (large & ((bits_of(r) >> 31) | 1));
+        }
+        narrow(digit, digits + i);
+    }
+    for (int p = 0; p < PARTS; p++) number.part[p] = to_floats(counted[p]);
+    totals(chosen, number, none, none, sums);
+}
+
+// T(residual) of a group's blocks: digits, and scales into the state; `scales`: as they were stored.
+static void encode_momentum(const LeantuneTernary *t, const Group &g, int plane, const float *residual, uint8_t *digits, float *scales) {
+    const int size = t->block;
+    float limits[5], sums[5][4];
+    for (int b = 0; b < g.blocks; b++) limits[b] = sum_of_squares(residual + b * size, size) / (float)g.present(t, b);
+    for (int b = 0; b < g.blocks; b++)
+        choose_trits(residual + b * size, __builtin_sqrtf(limits[b]) * THRESHOLD, digits + b * size, size, sums[b]);
+    for (int b = 0; b < g.blocks; b++) {
+        uint16_t *stored = t->momentum_scale[plane] + g.first_block + b;
+        *stored = to_bf16(sums[b][0] / (sums[b][1] > 1.0f ? sums[b][1] : 1.0f));
+        scales[b] = from_bf16(*stored);
+    }
+}
+
+// out = residual - s q of a group.
+static void subtract_plane(const Group &g, int size, const float *residual, const uint8_t *digits, const float *scales, float *out) {
+    for (int b = 0; b < g.blocks; b++) {
+        const Table table(scales[b], 0.0f, -scales[b]);
+        for (int i = b * size; i < (b + 1) * size; i += WIDTH) store(out + i, load(residual + i) + pick(table, widen(digits + i)));
+    }
+}
+
+// -- the weights ------------------------------------------------------------------------------------------------------
 
 static inline void move(float *__restrict w, const float *__restrict step, float decay, float lr, int n) {
-    for (int i = 0; i < n; i++) w[i] = w[i] * decay - lr * step[i];
-}
-
-static void store_bf16(const uint32_t *__restrict pattern, const uint32_t *__restrict bits, uint16_t *__restrict weight, int n) {
-    for (int i = 0; i < n; i++) weight[i] = (uint16_t)((pattern[i] + (bits[i] >> 16)) >> 16);
+    for (int i = 0; i < n; i++) w[i] = fma(-lr, step[i], w[i] * decay);
 }
 
 static void store_bf16_nearest(const float *__restrict values, uint16_t *__restrict weight, int n) {
     for (int i = 0; i < n; i++) weight[i] = to_bf16(values[i]);
+}
+
+static void store_bf16(const uint32_t *__restrict pattern, const uint32_t *__restrict bits, uint16_t *__restrict weight, int n) {
+    for (int i = 0; i < n; i++) weight[i] = (uint16_t)((pattern[i] + (bits[i] >> 16)) >> 16);
 }
 
 // The nearest bf16 and an 8-bit remainder; `keep` masks the random bits, `half` rounds to nearest instead.
@@ -342,159 +470,216 @@ static void add_remainder(uint32_t *__restrict pattern, const int8_t *__restrict
     for (int i = 0; i < n; i++) pattern[i] += (uint32_t)(int32_t)remainder[i] << 8;
 }
 
-static void write_weight(const LeantuneTernary *t, const Group &g, const float *step) {
-    const int64_t offset = g.row * t->cols + g.left;
-    if (t->weight_dtype == LEANTUNE_FLOAT32) {
-        move((float *)t->weight + offset, step, t->decay, t->lr, g.n);
-        return;
-    }
-    uint16_t *weight = (uint16_t *)t->weight + offset;
-    uint32_t *pattern = (uint32_t *)g.work;
-    load(t->weight, t->weight_dtype, offset, 1, g.n, g.work);
-    if (t->remainder) add_remainder(pattern, t->remainder + offset, g.n);
-    move(g.work, step, t->decay, t->lr, g.n);
-    if (t->remainder)
-        store_24(pattern, g.bits, t->stochastic ? 0xFF : 0, t->stochastic ? 0 : 128, weight, t->remainder + offset, g.n);
-    else if (t->stochastic)
-        store_bf16(pattern, g.bits, weight, g.n);
-    else
-        store_bf16_nearest(g.work, weight, g.n);
-}
-
-static inline void subtract(float *__restrict out, const float *__restrict a, const float *__restrict b, int n) {
-    for (int i = 0; i < n; i++) out[i] = a[i] - b[i];
-}
-
-// u becomes the step: (u - beta1 u_q) / (1 - beta1).
-static inline void release(float *__restrict u, const float *__restrict decoded, float beta1, float factor, int n) {
-    for (int i = 0; i < n; i++) u[i] = (u[i] - beta1 * decoded[i]) * factor;
-}
-
-// The second pass over a group: encode v, and u against the new carry; move the weights.
-static void finish_group(const LeantuneTernary *t, const Group &g) {
-    apply_rule(t, g);
-    factor_patterns(t->new_row_factors[g.row], t->new_column_factors + g.left, (int32_t *)g.work, g.n);
-    divide(g.v, (const int32_t *)g.work, g.n);
-    for (int b = 0; b < g.blocks; b++) {
-        const int at = b * g.block, present = g.n - at < g.block ? g.n - at : g.block;
-        random_bits(t->key, t->first_row + g.row, g.left / g.block + b, g.block, g.bits + at);
-        encode_variance(g.v + at, g.x + at, g.work, g.bits + at, g.block, present, t->variance_level + g.first_block + b,
-                        t->variance_step + g.first_block + b);
-    }
-    pack(g.x, g.n, t->variance_trits + g.bytes);
-    carried_part(t, g, t->new_rows, t->new_columns, g.decoded);
-    for (int plane = 0; plane < t->planes; plane++) {
-        subtract(g.work, g.u, g.decoded, g.padded);
-        for (int b = 0; b < g.blocks; b++) {
-            const int at = b * g.block, present = g.n - at < g.block ? g.n - at : g.block;
-            const float s =
-                encode_momentum(g.work + at, g.q + at, g.block, present, t->momentum_scale[plane] + g.first_block + b);
-            add_scaled(g.decoded + at, s, g.q + at, g.block);
-        }
-        pack(g.q, g.n, t->momentum_trits[plane] + g.bytes);
-    }
-    release(g.u, g.decoded, t->beta1, t->release, g.padded);
-    write_weight(t, g, g.u);
-}
-
-struct Scratch {
-    std::vector<float> memory;
-    Group group;
-    Scratch(const LeantuneTernary *t) : memory(8 * (size_t)(5 * t->block)) {
-        float *at = memory.data();
-        for (float **place : {&group.grad, &group.decoded, &group.u, &group.v, &group.x, &group.q, &group.work})
-            *place = at, at += 5 * t->block;
-        group.bits = (uint32_t *)at;
-        group.block = t->block;
-    }
-    void move_to(const LeantuneTernary *t, int64_t row, int64_t left) {
-        const int64_t wide = 5 * (int64_t)t->block, rest = t->cols - left;
-        group.row = row;
-        group.left = left;
-        group.n = (int)(rest < wide ? rest : wide);
-        group.blocks = (group.n + t->block - 1) / t->block;
-        group.padded = group.blocks * t->block;
-        group.first_block = row * t->blocks_per_row + left / t->block;
-        group.bytes = row * t->bytes_per_row + left / 5;
+// step = u + beta1 / (1 - beta1) (residual - s q), the residual of the last plane.
+struct Release {
+    Table table;
+    Floats factor;
+    Release(float scale, float release) : table(scale, 0.0f, -scale), factor(all(release)) {}
+    __attribute__((always_inline)) Floats step(const float *u, const float *residual, const uint8_t *digits) const {
+        return fma(factor, load(residual) + pick(table, widen(digits)), load(u));
     }
 };
 
-static void step_rows(const LeantuneTernary *t, int64_t top, int64_t bottom) {
-    Scratch scratch(t);
-    for (int64_t row = top; row < bottom; row++)
-        for (int64_t left = 0; left < t->cols; left += 5 * t->block) {
-            scratch.move_to(t, row, left);
-            finish_group(t, scratch.group);
-        }
+// The step of a block moves bf16 weights, stochastically rounded: the sum of a float's bits and sixteen random ones, cut.
+static void move_bf16(const LeantuneTernary *t, const Release &release, const float *u, const float *residual,
+                      const uint8_t *digits, const uint32_t *bits, uint16_t *weight) {
+    const Floats decay = all(t->decay), rate = all(-t->lr);
+    for (int i = 0; i < t->block; i += WIDTH) {
+        const Floats w = fma(rate, release.step(u + i, residual + i, digits + i), read(weight + i) * decay);
+        narrow(((Words)w + (*(const Words *)(bits + i) >> 16)) >> 16, weight + i);
+    }
 }
 
-// rows[r] = sum g^2 of row r, columns += g^2, for rows [top, bottom).
-static void square_rows(const LeantuneTernary *t, int64_t top, int64_t bottom, float *rows, double *columns) {
-    const int64_t wide = 5 * (int64_t)t->block;
-    std::vector<float> scratch(wide);
-    float *__restrict square = scratch.data();
-    for (int64_t row = top; row < bottom; row++) {
-        float total = 0.0f;
-        for (int64_t left = 0; left < t->cols; left += wide) {
-            const int n = (int)(t->cols - left < wide ? t->cols - left : wide), padded = (n + 15) / 16 * 16;
-            load(t->grad, t->grad_dtype, row * t->grad_row + left * t->grad_column, t->grad_column, n, square);
-            fill(square, 0.0f, n, padded);
-            const float factor = t->grad_scale;
-            double *__restrict column = columns + left;
-            for (int i = 0; i < padded; i++) square[i] = (square[i] * factor) * (square[i] * factor);
-            for (int i = 0; i < n; i++) column[i] += (double)square[i];
-            total += sum(square, padded);
+// `weight` moves by `step`, whatever its format.
+static void write_weight(const LeantuneTernary *t, int64_t offset, const float *step, const uint32_t *bits, float *work, int n) {
+    if (t->weight_dtype == LEANTUNE_FLOAT32) {
+        move((float *)t->weight + offset, step, t->decay, t->lr, n);
+        return;
+    }
+    uint16_t *weight = (uint16_t *)t->weight + offset;
+    read_row(weight, 1, n, work);
+    if (t->remainder) add_remainder((uint32_t *)work, t->remainder + offset, n);
+    move(work, step, t->decay, t->lr, n);
+    if (t->remainder)
+        store_24((const uint32_t *)work, bits, t->stochastic ? 0xFF : 0, t->stochastic ? 0 : 128, weight,
+                 t->remainder + offset, n);
+    else if (t->stochastic)
+        store_bf16((const uint32_t *)work, bits, weight, n);
+    else
+        store_bf16_nearest(work, weight, n);
+}
+
+// Move the weights of a group.
+static void move_group(const LeantuneTernary *t, const Group &g, const float *u, const float *residual, const uint8_t *digits,
+                       const float *scales, const uint32_t *bits, float *step, float *work) {
+    const int size = t->block;
+    const int64_t offset = g.row * t->cols + g.left;
+    const bool usual = t->weight_dtype == LEANTUNE_BFLOAT16 && t->stochastic && !t->remainder;
+    for (int b = 0; b < g.blocks; b++) {
+        const int at = b * size, present = g.present(t, b);
+        const Release release(scales[b], t->release);
+        if (usual && present == size) {
+            move_bf16(t, release, u + at, residual + at, digits + at, bits + at, (uint16_t *)t->weight + offset + at);
+            continue;
         }
-        rows[row] = total;
+        for (int i = at; i < at + size; i += WIDTH) store(step + i, release.step(u + i, residual + i, digits + i));
+        write_weight(t, offset + at, step + at, bits + at, work, present);
+    }
+}
+
+// -- a panel ----------------------------------------------------------------------------------------------------------
+
+// The first half of a row's step: what is stored becomes u and v / f; `sums`: of the latter, by block.
+static void decode_row(const LeantuneTernary *t, const Columns &columns, const Panel &panel, int64_t row, int r, float *sums) {
+    float *u = panel.u + r * panel.wide, *ratio = panel.ratio + r * panel.wide;
+    uint8_t *old = panel.old_trits + r * panel.wide;
+    if (t->rank) start_from_carry(t, columns, row, u);
+    for (int64_t left = 0; left < t->cols; left += 5 * t->block) {
+        const Group g(t, row, left);
+        unpack(t->momentum_trits[0] + g.bytes, g.n, panel.trits, g.padded);
+        if (t->planes == 2) unpack(t->momentum_trits[1] + g.bytes, g.n, panel.second, g.padded);
+        unpack(t->variance_trits + g.bytes, g.n, old + left, g.padded);
+        for (int b = 0; b < g.blocks; b++) {
+            const int64_t column = left + b * t->block, scalar = g.first_block + b;
+            const int64_t offset = row * t->grad_row + column * t->grad_column;
+            const Stored stored = {panel.trits + b * t->block, old + column, from_bf16(t->momentum_scale[0][scalar]),
+                                   t->variance_level[scalar], t->variance_step[scalar]};
+            const float *times = columns.times + column, *over = columns.over + column;
+            sums[column / t->block] =
+                t->rank ? rule<true>(t, offset, g.present(t, b), stored, times, over, panel.work, u + column, ratio + column)
+                        : rule<false>(t, offset, g.present(t, b), stored, times, over, panel.work, u + column, ratio + column);
+            if (t->planes == 2)
+                add_plane(panel.second + b * t->block, t->beta1 * from_bf16(t->momentum_scale[1][scalar]), u + column, t->block);
+        }
     }
 }
 
 // <row, direction> for four rows of `wide` elements.
 static void dot_four(const float *rows, int64_t wide, const float *direction, float *out, int stride) {
-    Lanes total[4];
-    for (int64_t i = 0; i < wide; i += 16) {
-        const Eight low = eight(direction + i), high = eight(direction + i + 8);
-        for (int r = 0; r < 4; r++) {
-            total[r].low += eight(rows + r * wide + i) * low;
-            total[r].high += eight(rows + r * wide + i + 8) * high;
+    Sum sums[4];
+    for (int64_t i = 0; i < wide; i += 16)
+        for (int p = 0; p < PARTS; p++) {
+            const int64_t at = i + p * WIDTH;
+            const Floats across = load(direction + at);
+            for (int r = 0; r < 4; r++) sums[r].part[p] = fma(load(rows + r * wide + at), across, sums[r].part[p]);
         }
-    }
-    for (int r = 0; r < 4; r++) out[r * stride] = total[r].reduce();
+    for (int r = 0; r < 4; r++) out[r * stride] = total(sums[r]);
 }
 
-// Rows [top, bottom) of the power iteration: product = u V, columns += u^T product, gram += product^T product. Rows go
-// four at a time, so that the basis and the sums, which no first cache holds, are walked a quarter as often.
-static void momentum_rows(const LeantuneTernary *t, int64_t top, int64_t bottom, const float *basis, float *product,
-                          float *columns, double *gram) {
-    Scratch scratch(t);
-    const int rank = t->rank;
-    const int64_t wide = (t->cols + 15) / 16 * 16, most = wide <= 16384 ? 4 : 1;
-    std::vector<float> whole(most * wide);
-    for (int64_t first = top; first < bottom; first += most) {
-        const int64_t count = bottom - first < most ? bottom - first : most;
-        for (int64_t r = 0; r < count; r++)
-            for (int64_t left = 0; left < t->cols; left += 5 * t->block) {
-                scratch.move_to(t, first + r, left);
-                apply_rule(t, scratch.group);
-                std::memcpy(whole.data() + r * wide + left, scratch.group.u, sizeof(float) * scratch.group.n);
-            }
-        float *mine = product + first * rank;
-        for (int k = 0; k < rank; k++) {
-            const float *direction = basis + k * wide;
-            float *column = columns + k * t->cols;
-            if (count == 4) {
-                dot_four(whole.data(), wide, direction, mine + k, rank);
-                add_four(column, mine + k, rank, whole.data(), wide, t->cols);
-            } else {
-                for (int64_t r = 0; r < count; r++) {
-                    mine[r * rank + k] = dot(whole.data() + r * wide, direction, wide);
-                    add_scaled(column, mine[r * rank + k], whole.data() + r * wide, (int)t->cols);
-                }
-            }
+static float dot(const float *x, const float *y, int64_t n) {
+    Sum sum;
+    for (int64_t i = 0; i < n; i += 16)
+        for (int p = 0; p < PARTS; p++) sum.part[p] = fma(load(x + i + p * WIDTH), load(y + i + p * WIDTH), sum.part[p]);
+    return total(sum);
+}
+
+// residual -= U V_k, products_k += u^T W_k for direction k of R rows; `from`: what the residual starts as.
+template <int R>
+INLINE void take_direction(const float *u, const float *from, float *residual, int64_t wide, const float *direction,
+                           const float *stored, const float *exact, int stride, float *products) {
+    Floats taken[R], weight[R];
+    for (int r = 0; r < R; r++) taken[r] = all(-stored[r * stride]), weight[r] = all(exact[r * stride]);
+    for (int64_t i = 0; i < wide; i += WIDTH) {
+        const Floats across = load(direction + i);
+        Floats sum = load(products + i);
+        for (int r = 0; r < R; r++) {
+            sum = fma(weight[r], load(u + r * wide + i), sum);
+            store(residual + r * wide + i, fma(taken[r], across, load(from + r * wide + i)));
         }
-        for (int64_t r = 0; r < count; r++)
-            for (int k = 0; k < rank; k++)
-                for (int l = 0; l < rank; l++)
-                    gram[k * rank + l] += (double)mine[r * rank + k] * (double)mine[r * rank + l];
+        store(products + i, sum);
     }
+}
+
+// U = u V of `count` rows, stored as bf16; the residual u - U V^T; products += u^T U.
+static void project(const LeantuneTernary *t, const Columns &columns, const Panel &panel, int64_t first, int count, float *products) {
+    const int rank = t->rank;
+    const int64_t wide = panel.wide;
+    float exact[4 * 64], stored[4 * 64];
+    for (int k = 0; k < rank; k++) {
+        const float *direction = columns.basis + k * wide;
+        if (count == 4)
+            dot_four(panel.u, wide, direction, exact + k, rank);
+        else
+            for (int r = 0; r < count; r++) exact[r * rank + k] = dot(panel.u + r * wide, direction, wide);
+    }
+    for (int i = 0; i < count * rank; i++) {
+        t->carry_rows[first * rank + i] = to_bf16(exact[i]);
+        stored[i] = from_bf16(t->carry_rows[first * rank + i]);
+    }
+    for (int k = 0; k < rank; k++) {
+        const float *direction = columns.basis + k * wide, *from = k ? panel.residual : panel.u;
+        if (count == 4)
+            take_direction<4>(panel.u, from, panel.residual, wide, direction, stored + k, exact + k, rank, products + k * wide);
+        else
+            for (int r = 0; r < count; r++)
+                take_direction<1>(panel.u + r * wide, from + r * wide, panel.residual + r * wide, wide, direction,
+                                  stored + r * rank + k, exact + r * rank + k, rank, products + k * wide);
+    }
+}
+
+// The second half of a row's step: encode v, then u; move the weights.
+static void encode_row(const LeantuneTernary *t, const Columns &columns, const Panel &panel, int64_t row, int r, const float *sums) {
+    const int64_t start = r * panel.wide;
+    float scales[5];
+    for (int64_t left = 0; left < t->cols; left += 5 * t->block) {
+        const Group g(t, row, left);
+        const int64_t at = start + left, block = left / t->block;
+        for (int b = 0; b < g.blocks; b++) random_bits(t->key, t->first_row + row, block + b, t->block, panel.bits + b * t->block);
+        encode_variance(t, columns, g, panel.ratio + at, panel.old_trits + at, sums + block, panel.offset, panel.bits, panel.trits);
+        pack(panel.trits, g.n, t->variance_trits + g.bytes);
+        const float *residual = panel.residual + at;
+        for (int plane = 0; plane < t->planes; plane++) {
+            if (plane) {
+                subtract_plane(g, t->block, residual, panel.trits, scales, panel.work);
+                residual = panel.work;
+                pack(panel.trits, g.n, t->momentum_trits[0] + g.bytes);
+            }
+            encode_momentum(t, g, plane, residual, panel.trits, scales);
+        }
+        move_group(t, g, panel.u + at, residual, panel.trits, scales, panel.bits, panel.offset, panel.second_work);
+        pack(panel.trits, g.n, t->momentum_trits[t->planes - 1] + g.bytes);
+    }
+}
+
+static void step_rows(const LeantuneTernary *t, const Columns &columns, int64_t top, int64_t bottom, float *products) {
+    Panel panel(t, columns);
+    std::vector<float> sums((size_t)(panel.rows * t->blocks_per_row)), wide_products((size_t)(t->rank * panel.wide));
+    for (int64_t first = top; first < bottom; first += panel.rows) {
+        const int count = (int)(bottom - first < panel.rows ? bottom - first : panel.rows);
+        for (int r = 0; r < count; r++) decode_row(t, columns, panel, first + r, r, sums.data() + r * t->blocks_per_row);
+        if (t->rank) project(t, columns, panel, first, count, wide_products.data());
+        for (int r = 0; r < count; r++) encode_row(t, columns, panel, first + r, r, sums.data() + r * t->blocks_per_row);
+    }
+    for (int k = 0; k < t->rank; k++)
+        std::memcpy(products + k * t->cols, wide_products.data() + k * panel.wide, sizeof(float) * (size_t)t->cols);
+}
+
+static void step(const LeantuneTernary *t, float *products, int chunks) {
+    const Columns columns(t);
+#pragma omp parallel for num_threads(t->threads) schedule(dynamic, 1)
+    for (int chunk = 0; chunk < chunks; chunk++)
+        step_rows(t, columns, t->rows * chunk / chunks, t->rows * (chunk + 1) / chunks,
+                  products + (int64_t)chunk * t->rank * t->cols);
+}
+
+template <class Element>
+static void square_rows(const LeantuneTernary *t, const Element *grad, int64_t top, int64_t bottom, double *columns) {
+    std::vector<float> scratch(4096);
+    float *__restrict square = scratch.data();
+    for (int64_t row = top; row < bottom; row++)
+        for (int64_t left = 0; left < t->cols; left += 4096) {
+            const int64_t n = t->cols - left < 4096 ? t->cols - left : 4096;
+            read_row(grad + row * t->grad_row + left * t->grad_column, t->grad_column, n, square);
+            double *__restrict column = columns + left;
+            const float factor = t->grad_scale;
+            for (int64_t i = 0; i < n; i++) column[i] += (double)((square[i] * factor) * (square[i] * factor));
+        }
+}
+
+// columns += g^2 over rows [top, bottom).
+static void square_rows(const LeantuneTernary *t, int64_t top, int64_t bottom, double *columns) {
+    if (t->grad_dtype == LEANTUNE_FLOAT32)
+        square_rows(t, (const float *)t->grad, top, bottom, columns);
+    else
+        square_rows(t, (const uint16_t *)t->grad, top, bottom, columns);
 }
