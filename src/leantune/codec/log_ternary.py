@@ -5,7 +5,7 @@ monotone, and exactly inverted by reading the integer back as a float. A block k
   level l: the mean of L(v), rounded to the upper 16 bits of the pattern and therefore stored as a bfloat16 number;
   step  d: octaves between neighbouring levels, bfloat16;
   trits x: in {-1, 0, +1}, stochastically rounded, decoding to v = L^-1(l + d x).
-v never decodes to zero. A block whose mean v is below 2^-124 is empty: l = d = x = 0.
+A block whose mean v is below 2^-124 is empty: l = d = x = 0, and decodes to 0.
 """
 
 import torch
@@ -21,7 +21,6 @@ FIRST_STEP = 1.22
 Gaussian."""
 MIN_STEP, MAX_STEP = 0.05, 8.0
 _EMPTY = 2.0**-124
-_MIN_BITS = 0x00800000  # 2^-126
 _MAX_CENTRE = 0x7F7F0000 - 8 * (1 << 23)  # the largest level: l + d x stays a finite float, and an int32
 
 
@@ -29,11 +28,11 @@ def decode(trits: Tensor, level: Tensor, step: Tensor) -> Tensor:
     """v = L^-1(l + d x), fp32 (rows, blocks, size), from trits of that shape and bfloat16 level and step (rows,
     blocks).
 
-    An empty block decodes to 2^-126, which no eps notices.
+    An empty block decodes to 0, and so does what would lie below the smallest number.
     """
     centre = level.view(torch.int16).to(torch.int32) << 16
     octaves = (step.float() * OCTAVE).to(torch.int32)
-    pattern = trits.to(torch.int32).mul_(octaves.unsqueeze(-1)).add_(centre.unsqueeze(-1)).clamp_(min=_MIN_BITS)
+    pattern = trits.to(torch.int32).mul_(octaves.unsqueeze(-1)).add_(centre.unsqueeze(-1)).clamp_(min=0)
     return pattern.view(torch.float32)
 
 

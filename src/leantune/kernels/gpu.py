@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from leantune.codec.column_factors import ColumnFactors
+from leantune.codec.low_rank import next_basis
 from leantune.kernels import native
 
 MAX_RANK = 16
@@ -170,6 +171,8 @@ class TernaryCall:
             "STOCHASTIC": bool(rule["stochastic"]),
             "REMAINDER": "weight_remainder" in state,
         }
+
+    next_basis = staticmethod(next_basis)
 
     def square_sums(self) -> Tensor:
         """Sums of g^2 over these rows, fp64 (cols,)."""

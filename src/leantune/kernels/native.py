@@ -13,17 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leantune.codec.ternary_state import REPLICATED
+
 INTERFACE = 3
 """The version of native/ternary.h that this module mirrors."""
 CHUNK_BYTES = 2 << 20
 """Bound on partial sums over rows: fp32 (chunks, rank, cols), or fp64 (chunks, cols)."""
-CHUNK_ELEMENTS = 1 << 16
+CHUNK_ELEMENTS = 1 << 15
 """Elements of the parameter in a chunk, at least: enough to hide its start."""
 MAX_CHUNKS = 64
-_WRITTEN = {
-    *("momentum_trits", "momentum_scale", "momentum_trits_2", "momentum_scale_2"),
-    *("variance_trits", "variance_level", "variance_step", "carry_rows", "weight_remainder"),
-}
+_WRITTEN = frozenset(
+    {
+        *("momentum_trits", "momentum_scale", "momentum_trits_2", "momentum_scale_2"),
+        *("variance_trits", "variance_level", "variance_step", "carry_rows", "weight_remainder"),
+    }
+)
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _FOLDER = Path(__file__).parent
 
@@ -45,7 +49,7 @@ class _Call(ctypes.Structure):
         ("momentum_trits", ctypes.c_void_p * 2),
         ("momentum_scale", ctypes.c_void_p * 2),
         *((name, ctypes.c_void_p) for name in ("variance_trits", "variance_level", "variance_step")),
-        *((name, ctypes.c_void_p) for name in ("carry_rows", "carry_columns", "basis")),
+        *((name, ctypes.c_void_p) for name in ("carry_rows", "carry_columns", "carry_basis", "basis")),
         *((name, ctypes.c_void_p) for name in ("column_means", "new_column_means")),
     )
 
@@ -70,6 +74,15 @@ def _load() -> tuple[Any, str]:
     library.leantune_use.argtypes = [ctypes.c_char_p]
     for function in (library.leantune_ternary_squares, library.leantune_ternary_step):
         function.argtypes, function.restype = [ctypes.POINTER(_Call), ctypes.c_void_p, ctypes.c_int], None
+    arrays, integers = ctypes.c_void_p, (ctypes.c_int64, ctypes.c_int)
+    library.leantune_next_basis.argtypes = [arrays, arrays, *integers, arrays]
+    library.leantune_next_basis.restype = None
+    library.leantune_ternary_step_alone.argtypes = [ctypes.POINTER(_Call), ctypes.c_int]
+    library.leantune_ternary_step_alone.restype = None
+    library.leantune_exact_step.argtypes = [ctypes.POINTER(_Call), arrays, arrays]
+    library.leantune_exact_step.restype = None
+    library.leantune_sum_of_squares.argtypes = [arrays, ctypes.c_int, *integers]
+    library.leantune_sum_of_squares.restype = ctypes.c_float
     return library, "built"
 
 
@@ -120,6 +133,62 @@ def takes(weight: Tensor, grad: Tensor, block_size: int) -> bool:
     )
 
 
+def squared_norm(values: Tensor) -> Tensor | None:
+    """Sum of squares, fp32 of no dimensions, NaN or Inf where an element is; None for what the kernel does not take:
+    it takes fp32 and bf16 on the CPU, contiguous."""
+    ours = _enabled and values.device.type == "cpu" and values.dtype in _DTYPES and values.is_contiguous()
+    if not ours or _load()[0] is None:
+        return None
+    total = _load()[0].leantune_sum_of_squares(
+        values.data_ptr(), _DTYPES[values.dtype], values.numel(), torch.get_num_threads()
+    )
+    return torch.tensor(total, dtype=torch.float32, device="cpu")
+
+
+def exact_step(
+    weight: Tensor, grad: Tensor, state: dict[str, Any], block_size: int, key: int, first_row: int = 0, **rule: float
+) -> None:
+    """One step with fp32 states; the arguments are those of :class:`TernaryCall`, but ``block_size`` is the number of
+    elements of a row that share a key of random bits."""
+    call = _call(weight, grad, state, block_size, key, first_row, rule)
+    momentum, variance = state["momentum"], state["variance"]
+    _load()[0].leantune_exact_step(ctypes.byref(call), momentum.data_ptr(), variance.data_ptr())
+    remainder = [state["weight_remainder"]] if "weight_remainder" in state else []
+    torch.autograd.graph.increment_version([weight, momentum, variance, *remainder])
+
+
+def _call(
+    weight: Tensor,
+    grad: Tensor,
+    state: dict[str, Any],
+    block_size: int,
+    key: int,
+    first_row: int,
+    rule: dict[str, float],
+) -> _Call:
+    """The fields that do not describe a ternary state."""
+    beta1, beta2 = rule["beta1"], rule["beta2"]
+    return _Call(
+        rows=weight.shape[0],
+        cols=weight.shape[1],
+        first_row=first_row,
+        grad_row=grad.stride(0),
+        grad_column=grad.stride(1),
+        key=key,
+        block=block_size,
+        grad_dtype=_DTYPES[grad.dtype],
+        weight_dtype=_DTYPES[weight.dtype],
+        threads=torch.get_num_threads(),
+        rest1=1 - beta1,
+        release=beta1 / (1 - beta1),
+        rest2=1 - beta2,
+        grad=grad.data_ptr(),
+        weight=weight.data_ptr(),
+        remainder=state["weight_remainder"].data_ptr() if "weight_remainder" in state else None,
+        **rule,
+    )
+
+
 class TernaryCall:
     """One parameter in one step, as the kernel sees it. Every tensor must outlive the calls.
 
@@ -144,45 +213,26 @@ class TernaryCall:
         **rule: float,
     ) -> None:
         self._weight, self._state = weight, state
-        beta1, beta2 = rule["beta1"], rule["beta2"]
         suffixes = ("", "_2") if "momentum_trits_2" in state else ("",)
-        self._keep: list[Tensor] = []
-        self._call = call = _Call(
-            rows=weight.shape[0],
-            cols=weight.shape[1],
-            first_row=first_row,
-            grad_row=grad.stride(0),
-            grad_column=grad.stride(1),
-            blocks_per_row=state["variance_level"].shape[1],
-            bytes_per_row=state["variance_trits"].shape[1],
-            key=key,
-            block=block_size,
-            planes=len(suffixes),
-            rank=state["carry_rows"].shape[1] if "carry_rows" in state else 0,
-            grad_dtype=_DTYPES[grad.dtype],
-            weight_dtype=_DTYPES[weight.dtype],
-            threads=torch.get_num_threads(),
-            rest1=1 - beta1,
-            release=beta1 / (1 - beta1),
-            rest2=1 - beta2,
-            grad=grad.data_ptr(),
-            weight=weight.data_ptr(),
-            remainder=state["weight_remainder"].data_ptr() if "weight_remainder" in state else None,
-            variance_trits=state["variance_trits"].data_ptr(),
-            variance_level=state["variance_level"].data_ptr(),
-            variance_step=state["variance_step"].data_ptr(),
-            column_means=state["variance_columns"].data_ptr(),
-            **{name: int(value) if name == "stochastic" else value for name, value in rule.items()},
-        )
+        self._call = call = _call(weight, grad, state, block_size, key, first_row, rule)
+        call.blocks_per_row, call.bytes_per_row = state["variance_level"].shape[1], state["variance_trits"].shape[1]
+        call.planes = len(suffixes)
         for plane, suffix in enumerate(suffixes):
             call.momentum_trits[plane] = state[f"momentum_trits{suffix}"].data_ptr()
             call.momentum_scale[plane] = state[f"momentum_scale{suffix}"].data_ptr()
-        if call.rank:
-            call.carry_rows, call.carry_columns = (state[f"carry_{name}"].data_ptr() for name in ("rows", "columns"))
+        call.variance_trits, call.variance_level = (
+            state["variance_trits"].data_ptr(),
+            state["variance_level"].data_ptr(),
+        )
+        call.variance_step, call.column_means = state["variance_step"].data_ptr(), state["variance_columns"].data_ptr()
+        if "carry_rows" in state:
+            call.rank = state["carry_rows"].shape[1]
+            call.carry_rows, call.carry_columns = state["carry_rows"].data_ptr(), state["carry_columns"].data_ptr()
+            call.carry_basis = state["carry_basis"].data_ptr()
 
     def square_sums(self) -> Tensor:
         """Sums over these rows of the squared gradient, fp64 (cols,)."""
-        chunks = self._chunks(8 * self._call.cols)
+        chunks = self._chunks(8 * self._call.cols, 4 * CHUNK_ELEMENTS)
         partial = torch.zeros((chunks, self._call.cols), dtype=torch.float64, device="cpu")
         _load()[0].leantune_ternary_squares(ctypes.byref(self._call), partial.data_ptr(), chunks)
         return partial[0]
@@ -195,19 +245,39 @@ class TernaryCall:
         columns is read from the state and left to the caller to write.
         """
         call, cols, rank = self._call, self._call.cols, self._call.rank
-        call.new_column_means = means.data_ptr()
-        call.basis = None if basis is None else basis.data_ptr()
+        self._code_against(means, basis)
         chunks = self._chunks(4 * rank * cols)
         # dtype and device are named: the user may have set other defaults.
         partial = torch.zeros((chunks, rank, cols), dtype=torch.float32, device="cpu")
         _load()[0].leantune_ternary_step(ctypes.byref(call), partial.data_ptr(), chunks)
-        torch.autograd.graph.increment_version(
-            [self._weight, *(self._state[name] for name in _WRITTEN & set(self._state))]
-        )
+        self._note_written(_WRITTEN)
         return None if basis is None else partial[0].t()
 
-    def _chunks(self, size: int) -> int:
+    def step_alone(self, means: Tensor, basis: Tensor | None) -> None:
+        """:meth:`step` where all rows are here: what belongs to the columns is written too, in one call."""
+        self._code_against(means, basis)
+        chunks = self._chunks(4 * self._call.rank * self._call.cols)
+        _load()[0].leantune_ternary_step_alone(ctypes.byref(self._call), chunks)
+        self._note_written(_WRITTEN | REPLICATED)
+
+    def _code_against(self, means: Tensor, basis: Tensor | None) -> None:
+        self._call.new_column_means = means.data_ptr()
+        self._call.basis = None if basis is None else basis.data_ptr()
+
+    def _note_written(self, names: frozenset[str]) -> None:
+        """Pointers are written behind autograd's back."""
+        written = [value for name, value in self._state.items() if name in names]
+        torch.autograd.graph.increment_version([self._weight, *written])
+
+    @staticmethod
+    def next_basis(products: Tensor, basis: Tensor) -> Tensor:
+        """:func:`leantune.codec.low_rank.next_basis`."""
+        across, following = products.t().contiguous(), torch.empty_like(basis)
+        _load()[0].leantune_next_basis(across.data_ptr(), basis.data_ptr(), *basis.shape, following.data_ptr())
+        return following
+
+    def _chunks(self, size: int, elements_each: int = CHUNK_ELEMENTS) -> int:
         """Fixed ranges of rows whose sums, ``size`` bytes each, are kept apart; whatever the number of threads."""
         elements = self._call.rows * self._call.cols
         most = min(MAX_CHUNKS, self._call.rows, CHUNK_BYTES // max(1, size))
-        return max(1, min(most, elements // CHUNK_ELEMENTS))
+        return max(1, min(most, elements // elements_each))

@@ -19,7 +19,6 @@ GROUP = tl.constexpr(5)
 _OCTAVE = tl.constexpr(8388608.0)
 _FLOOR = tl.constexpr(2.0**-10)
 _TINY = tl.constexpr(2.0**-126)
-_TINY_BITS = tl.constexpr(0x00800000)
 _LEAST_SPREAD = tl.constexpr(1e-6)
 _EMPTY = tl.constexpr(2.0**-124)
 _FLOOR_SHIFT = tl.constexpr(2.0**-18 - 0.5)
@@ -163,7 +162,7 @@ def _variance(x, level, step, factors):
     """v = f L^-1(l + d x) from int32 trits (rows, BLOCK), the stored bf16 level and step (rows,), and f."""
     centre = level.to(tl.float32).to(tl.int32, bitcast=True)
     octaves = (step.to(tl.float32) * _OCTAVE).to(tl.int32)
-    pattern = tl.maximum(x * octaves[:, None] + centre[:, None], _TINY_BITS)
+    pattern = tl.maximum(x * octaves[:, None] + centre[:, None], 0)
     return pattern.to(tl.float32, bitcast=True) * factors
 
 
@@ -263,7 +262,7 @@ def _encode_variance(v, previous, previous_step, bits, live):
     position = tl.minimum(tl.maximum(position, _FLOOR_SHIFT - 1.0), _FLOOR_SHIFT + 1.0)
     uniform = (bits & 0xFFFF).to(tl.int32).to(tl.float32)
     x = tl.where(live, (position + uniform * (1.0 / 65536) + _ROUNDER) - _ROUNDER, 0.0)
-    reach = tl.maximum((upper << 16) + (step * _OCTAVE).to(tl.int32), _TINY_BITS).to(tl.float32, bitcast=True)
+    reach = tl.maximum((upper << 16) + (step * _OCTAVE).to(tl.int32), 0).to(tl.float32, bitcast=True)
     kept = tl.sum(tl.minimum(v, reach[:, None]), axis=1)
     missing = (total.to(tl.int32, bitcast=True) - kept.to(tl.int32, bitcast=True) + (1 << 15)) >> 16
     missing = tl.where(missing < _LEAST_RAISE, 0, missing)

@@ -4,6 +4,7 @@
 """
 
 import copy
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -150,8 +151,10 @@ class LeanOptimizer(torch.optim.Optimizer):
                 f"{name} has a sparse gradient ({grad.layout}), which {type(self).__name__} does not take. "
                 "Build the embedding with sparse=False."
             )
-        norm = row_shard(param).total(squared_norm(local(grad)))
-        if not bool(torch.isfinite(norm)):
+        norm = squared_norm(local(grad))
+        if is_sharded(param):
+            norm = row_shard(param).total(norm)
+        if not math.isfinite(norm.item()):
             raise NonFiniteError(
                 f"the gradient of {name} holds NaN or Inf (or its squares overflow float32). Nothing has been updated "
                 "in this step. Look at the loss and the learning rate; zero_grad() and go on with the next batch, or "

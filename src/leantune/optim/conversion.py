@@ -195,6 +195,7 @@ def _encode(tensors: dict[str, Tensor], block: int, walk: list[Tile], read: Mome
         sums[tile.left : tile.right] += read(tile)[1].sum(dim=0, dtype=torch.float64)
     means = (sums / rows).float()
     factors = ColumnFactors(means)
+    live = factors.live.to(torch.bfloat16).unsqueeze(1)
     bases = [initial_basis(cols, state.basis.shape[1], splitmix64(key), device)] if state.has_carry else []
     for _ in range(_CARRY_ITERATIONS if bases else 0):
         products = torch.zeros_like(bases[-1], dtype=torch.float32)
@@ -208,6 +209,7 @@ def _encode(tensors: dict[str, Tensor], block: int, walk: list[Tile], read: Mome
         momentum, variance = read(tile)
         values = grid.split(variance).contiguous()
         state.write_variance(tile, grid, values, torch.zeros_like(values), low_fraction(bits), factors)
-        carry = ((momentum @ bases[-1].float()).to(torch.bfloat16), bases[-1]) if bases else None
+        projector = bases[-1] * live if bases else None
+        carry = None if projector is None else ((momentum @ projector.float()).to(torch.bfloat16), projector)
         state.write_momentum(tile, grid, grid.split(momentum), carry)
-    state.write_columns(means, (bases[-1], bases[-1]) if bases else None)
+    state.write_columns(means, (bases[-1] * live, bases[-1]) if bases else None)

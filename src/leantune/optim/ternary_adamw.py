@@ -13,7 +13,8 @@ With exact storage u_q = u and step = u: that is ``states="exact"``. Otherwise s
 over any run at constant lr, so quantisation errors never accumulate, whatever the quantiser.
 """
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ class TernaryAdamW(LeanOptimizer):
         betas: decay of momentum and of the second moment, each in [0, 1).
         eps: added to the root of the second moment; above 0.
         weight_decay: decoupled, as in AdamW.
-        carry_rank: rank of the exact low-rank part of momentum; 0 turns it off. 2 * rank * (rows + cols) bytes.
+        carry_rank: rank of the exact low-rank part of momentum; 0 turns it off. 2 * rank * (rows + 2 * cols) bytes.
         momentum_planes: trits an element for momentum, 1 or 2 (0.45 or 0.67 B/param).
         block_size: elements that share scales; a multiple of 8.
         states: "ternary", or "exact" for fp32 states (8 B/param), per group. Vectors and matrices under 16 columns are
@@ -138,16 +139,8 @@ class TernaryAdamW(LeanOptimizer):
             )
 
     def _layout(self, param: Tensor, group: dict[str, Any]) -> StateLayout:
-        shape = tuple(param.shape)
-        master = master_spec(shape, param.dtype, group["master_bits"])
-        rows, cols = matrix_shape(shape)
-        reason = _reason_for_exact(shape, cols, group)
-        if reason:
-            exact = dict.fromkeys(("momentum", "variance"), (shape, torch.float32))
-            return StateLayout("exact fp32", reason, exact | master)
-        rank, note = _carry_rank(rows, cols, group)
-        specs = tensor_specs(rows, cols, group["block_size"], group["momentum_planes"], rank)
-        return StateLayout("ternary", note, specs | master, REPLICATED)
+        settings = (group[key] for key in ("states", "block_size", "momentum_planes", "carry_rank", "master_bits"))
+        return _layout(tuple(param.shape), param.dtype, *settings)
 
     def exact_state_dict(self) -> dict[str, Any]:
         """This state as torch.optim.AdamW's: fp32 moments, 8 bytes a parameter, and its groups' settings.
@@ -180,6 +173,8 @@ class TernaryAdamW(LeanOptimizer):
                 step.compiled(native.TernaryCall, weight, grad, state, stored)
             else:
                 step.ternary(weight, grad, stored)
+        elif native.takes(weight.matrix, grad, 16):
+            step.exact_compiled(weight, grad, state)
         else:
             step.exact(weight, grad, state["momentum"].view(grad.shape), state["variance"].view(grad.shape))
 
@@ -208,13 +203,18 @@ class _Step:
             tile.of(variance).copy_(v)
             self._move(weight, tile, u, None)
 
+    def exact_compiled(self, weight: WeightMatrix, grad: Tensor, tensors: dict[str, Any]) -> None:
+        """The same as :meth:`exact`, in the CPU kernel."""
+        native.exact_step(weight.matrix, grad, tensors, weight.block_size, *self._place, **self._settings(weight))
+
     def ternary(self, weight: WeightMatrix, grad: Tensor, state: TernaryState) -> None:
         """A tile at a time: decode it, apply the rule, encode it, move the weights."""
-        walk = list(tiles(*grad.shape, column_unit=TRITS_PER_BYTE * self.block_size))
+        walk = list(tiles(grad.shape[0], grad.shape[1], column_unit=TRITS_PER_BYTE * self.block_size))
         grids = {cols: BlockGrid(cols, self.block_size, grad.device) for cols in {tile.cols for tile in walk}}
         means = self._column_means(state, self._square_sums(grad, walk))
-        factors, basis = ColumnFactors(means), self._basis(state)
-        products = None if basis is None else torch.zeros_like(basis, dtype=torch.float32)
+        factors = ColumnFactors(means)
+        basis, projector = self._bases(state, factors.live)
+        products = None if projector is None else torch.zeros_like(projector, dtype=torch.float32)
         for tile in walk:
             grid = grids[tile.cols]
             top, first = self.shard.first_row + tile.top, tile.left // self.block_size
@@ -223,13 +223,13 @@ class _Step:
             _, u, v = self._rule(grid.split(self._gradient(grad, tile)), state.momentum(tile, grid), v)
             state.write_variance(tile, grid, v, x, low_fraction(bits), factors)
             carry = None
-            if basis is not None and products is not None:
-                projected = grid.join(u) @ basis.float()
+            if projector is not None and products is not None:
+                projected = grid.join(u) @ projector.float()
                 products.addmm_(grid.join(u).t(), projected)
-                carry = projected.to(torch.bfloat16), basis
+                carry = projected.to(torch.bfloat16), projector
             decoded = state.write_momentum(tile, grid, u, carry)
             self._move(weight, tile, grid.join(released_step(u, decoded, self.beta1)), grid.join(bits))
-        self._write_columns(state, means, basis, products)
+        state.write_columns(means, self._carry_columns(basis, projector, products, next_basis))
 
     def compiled(
         self,
@@ -241,24 +241,31 @@ class _Step:
     ) -> None:
         """The same as :meth:`ternary`, in the kernel of this device, which takes the state's ``tensors`` as they
         are."""
-        call = kernel(
-            weight.matrix,
-            grad,
-            tensors,
-            self.block_size,
-            self.key,
-            self.shard.first_row,
-            lr=self.lr,
-            decay=self.decay,
-            beta1=self.beta1,
-            beta2=self.beta2,
-            bias=1 / (1 - self.beta2**self.number),
-            eps=self.eps,
-            grad_scale=self.grad_scale,
-            stochastic=weight.stochastic,
-        )
-        means, basis = self._column_means(state, call.square_sums()), self._basis(state)
-        self._write_columns(state, means, basis, call.step(means, basis))
+        call = kernel(weight.matrix, grad, tensors, self.block_size, *self._place, **self._settings(weight))
+        means = self._column_means(state, call.square_sums())
+        if isinstance(call, native.TernaryCall) and not self.shard.groups:
+            call.step_alone(means, self._basis(state))
+            return
+        basis, projector = self._bases(state, (means > 0).float())
+        products = call.step(means, projector)
+        state.write_columns(means, self._carry_columns(basis, projector, products, call.next_basis))
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        return self.key, self.shard.first_row
+
+    def _settings(self, weight: WeightMatrix) -> dict[str, Any]:
+        """The rule's numbers, as kernels take them."""
+        return {
+            "lr": self.lr,
+            "decay": self.decay,
+            "beta1": self.beta1,
+            "beta2": self.beta2,
+            "bias": 1 / (1 - self.beta2**self.number),
+            "eps": self.eps,
+            "grad_scale": self.grad_scale,
+            "stochastic": weight.stochastic,
+        }
 
     def _square_sums(self, grad: Tensor, walk: list[Tile]) -> Tensor:
         """Sums of g^2 over the rows that are here, fp64 (cols,)."""
@@ -274,20 +281,29 @@ class _Step:
         return torch.lerp(state.column_means, mean, 1 - self.beta2)
 
     def _basis(self, state: TernaryState) -> Tensor | None:
-        """V that u is projected onto in this step, bfloat16 (cols, rank), or None without a carry."""
+        """V for this step, bfloat16 (cols, rank), or None without a carry."""
         if not state.has_carry:
             return None
         cols, rank = state.basis.shape
         # The state begins as zeros.
         return state.basis if self.number > 1 else initial_basis(cols, rank, splitmix64(self.key), state.basis.device)
 
-    def _write_columns(self, state: TernaryState, means: Tensor, basis: Tensor | None, products: Tensor | None) -> None:
-        """Store what belongs to the columns: c, V, and V for the next step from Y = u^T u V of the rows that are here,
-        fp32 (cols, rank)."""
-        carry = None
-        if basis is not None and products is not None:
-            carry = basis, next_basis(self.shard.total(products), basis)
-        state.write_columns(means, carry)
+    def _bases(self, state: TernaryState, live: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """V, and V as u is projected onto it: without dead columns (``live`` 0), which must not move."""
+        basis = self._basis(state)
+        return basis, None if basis is None else basis * live.to(torch.bfloat16).unsqueeze(1)
+
+    def _carry_columns(
+        self,
+        basis: Tensor | None,
+        projector: Tensor | None,
+        products: Tensor | None,
+        next_basis: Callable[[Tensor, Tensor], Tensor],
+    ) -> tuple[Tensor, Tensor] | None:
+        """(V that u was coded against, V for the next step), from Y = u^T u V of the rows that are here."""
+        if basis is None or projector is None or products is None:
+            return None
+        return projector, next_basis(self.shard.total(products), basis)
 
     def _gradient(self, grad: Tensor, tile: Tile) -> Tensor:
         return tile.of(grad).float() if self.grad_scale == 1.0 else tile.of(grad).float() * self.grad_scale
@@ -302,8 +318,23 @@ class _Step:
         weight.write(tile, values.sub_(step, alpha=self.lr), bits)
 
 
-def _reason_for_exact(shape: tuple[int, ...], cols: int, group: dict[str, Any]) -> str:
-    if group["states"] == "exact":
+@functools.lru_cache(maxsize=4096)
+def _layout(
+    shape: tuple[int, ...], dtype: torch.dtype, states: str, block_size: int, planes: int, rank: int, master: int | None
+) -> StateLayout:
+    """The layout of a parameter's state, which every step compares with what is there."""
+    remainder = master_spec(shape, dtype, master)
+    rows, cols = matrix_shape(shape)
+    reason = _reason_for_exact(shape, cols, states)
+    if reason:
+        exact = dict.fromkeys(("momentum", "variance"), (shape, torch.float32))
+        return StateLayout("exact fp32", reason, exact | remainder)
+    rank, note = _carry_rank(rows, cols, rank, planes)
+    return StateLayout("ternary", note, tensor_specs(rows, cols, block_size, planes, rank) | remainder, REPLICATED)
+
+
+def _reason_for_exact(shape: tuple[int, ...], cols: int, states: str) -> str:
+    if states == "exact":
         return 'states="exact" was asked for'
     if len(shape) < 2:
         return "vector"
@@ -312,14 +343,13 @@ def _reason_for_exact(shape: tuple[int, ...], cols: int, group: dict[str, Any]) 
     return ""
 
 
-def _carry_rank(rows: int, cols: int, group: dict[str, Any]) -> tuple[int, str]:
+def _carry_rank(rows: int, cols: int, rank: int, planes: int) -> tuple[int, str]:
     """The rank this matrix carries, and what to say about it. Decided on the whole parameter's shape."""
-    rank = int(group["carry_rank"])
-    planes = f"{group['momentum_planes']} momentum plane{'s' if group['momentum_planes'] == 2 else ''}"
+    said = f"{planes} momentum plane{'s' if planes == 2 else ''}"
     if rank == 0:
-        return 0, f"{planes}, no carry"
+        return 0, f"{said}, no carry"
     if rows * cols == 0 or 2 * rank * (rows + cols) > MAX_CARRY_BYTES * rows * cols:
-        return 0, f"{planes}, no carry: too thin for rank {rank}"
+        return 0, f"{said}, no carry: too thin for rank {rank}"
     if cols > TILE_ELEMENTS:
-        return 0, f"{planes}, no carry: rows longer than {TILE_ELEMENTS:,}"
-    return rank, f"{planes}, carry of rank {rank}"
+        return 0, f"{said}, no carry: rows longer than {TILE_ELEMENTS:,}"
+    return rank, f"{said}, carry of rank {rank}"

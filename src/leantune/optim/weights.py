@@ -21,7 +21,7 @@ class WeightMatrix:
         self.first_row = shard.first_row
         self._remainder = remainder
         self._key = key
-        self._block = min(128, self.matrix.shape[1])  # elements that share a key of random bits
+        self.block_size = min(128, self.matrix.shape[1])  # elements that share a key of random bits
         self.stochastic = self.matrix.dtype is not torch.float32 and rounding != "nearest"
 
     def read(self, tile: Tile) -> Tensor:
@@ -51,15 +51,15 @@ class WeightMatrix:
     def write_at(self, rows: Tensor, columns: Tensor, values: Tensor) -> None:
         """Store fp32 ``values`` (overwritten) at single elements, rounded as :meth:`write` would round them there."""
         if self.stochastic:
-            noise = high_half(bits_at(self._key, self.first_row + rows, columns, self._block))
+            noise = high_half(bits_at(self._key, self.first_row + rows, columns, self.block_size))
             round_stochastic_(values, self.matrix.dtype, noise)
         self.matrix[rows, columns] = values.to(self.matrix.dtype)
 
     def _noise(self, tile: Tile, bits: Tensor | None) -> Tensor:
         if bits is None:
-            first, blocks = tile.left // self._block, -(-tile.cols // self._block)
+            first, blocks = tile.left // self.block_size, -(-tile.cols // self.block_size)
             top = self.first_row + tile.top
-            drawn = random_bits(self._key, top, tile.rows, first, blocks, self._block, self.matrix.device)
+            drawn = random_bits(self._key, top, tile.rows, first, blocks, self.block_size, self.matrix.device)
             bits = drawn.view(tile.rows, -1)[:, : tile.cols]
         return high_half(bits)
 

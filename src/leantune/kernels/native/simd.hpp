@@ -106,6 +106,42 @@ INLINE Floats pick(const Table &table, Ints digits) {
 }
 #endif
 
+// Sixteen digits, 2 where `above` and 0 where `below` are all ones, else 1; returns how many are not 1. And the number of
+// zeros and twos among sixteen digits, added to the counts.
+#if WIDTH == 4
+INLINE int ternary_digits(const Ints *above, const Ints *below, uint8_t *out) {
+    int number = 0;
+    for (int i = 0; i < 16; i++) {
+        out[i] = (uint8_t)(1 + below[i / WIDTH][i % WIDTH] - above[i / WIDTH][i % WIDTH]);
+        number += out[i] != 1;
+    }
+    return number;
+}
+INLINE void count_digits(const uint8_t *digits, int &zeros, int &twos) {
+    for (int i = 0; i < 16; i++) zeros += digits[i] == 0, twos += digits[i] == 2;
+}
+#else
+INLINE __m128i sixteen_masks(const Ints *masks) {
+#if WIDTH == 16
+    return _mm512_cvtepi32_epi8((__m512i)masks[0]);
+#else
+    const __m256i both = _mm256_packs_epi32((__m256i)masks[0], (__m256i)masks[1]);
+    const __m128i quarters = _mm_packs_epi16(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
+    return _mm_shuffle_epi32(quarters, 0xD8);
+#endif
+}
+INLINE int ternary_digits(const Ints *above, const Ints *below, uint8_t *out) {
+    const __m128i high = sixteen_masks(above), low = sixteen_masks(below);
+    _mm_storeu_si128((__m128i *)out, _mm_add_epi8(_mm_sub_epi8(_mm_set1_epi8(1), high), low));
+    return __builtin_popcount((unsigned)_mm_movemask_epi8(_mm_or_si128(high, low)));
+}
+INLINE void count_digits(const uint8_t *digits, int &zeros, int &twos) {
+    const __m128i sixteen = _mm_loadu_si128((const __m128i *)digits);
+    zeros += __builtin_popcount((unsigned)_mm_movemask_epi8(_mm_cmpeq_epi8(sixteen, _mm_setzero_si128())));
+    twos += __builtin_popcount((unsigned)_mm_movemask_epi8(_mm_cmpeq_epi8(sixteen, _mm_set1_epi8(2))));
+}
+#endif
+
 // Sixteen partial sums: lane i of elements i, i + 16, i + 32 and so on.
 struct Sum {
     Floats part[PARTS];

@@ -2,6 +2,7 @@
 #include "ternary.h"
 
 #include <cstring>
+#include <memory>
 #include <vector>
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -13,7 +14,8 @@ static const float EMPTY = 4.70197740e-38f;   // 2^-124: a block with a smaller 
 static const float FLOOR = 1.0f / 1024.0f;    // of a block's mean, before the logarithm
 static const float LEAST_FACTOR = 9.09494702e-13f;  // 2^-40, of a live column
 static const float FIRST_STEP = 1.22f, LEAST_STEP = 0.05f, MOST_STEP = 8.0f, THRESHOLD = 0.612f;
-static const int32_t SMALLEST = 0x00800000;   // the pattern of 2^-126
+static const float BASIS_SHIFT = 1.0f / 131072.0f;  // of the norm of Y
+static const int MOST_RANK = 64;
 static const int32_t LEAST_RAISE = 8;         // units of 2^-7 octave
 static const int32_t LARGEST_LEVEL = (0x7F7F0000 - 8 * (1 << 23)) >> 16;
 
@@ -27,7 +29,7 @@ static inline uint64_t splitmix64(uint64_t value) {
 #if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__)
 #define LEANTUNE_X86 1
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,popcnt,prefer-vector-width=512")
 #define WIDTH 16
 namespace avx512 {
 #include "simd.hpp"
@@ -37,7 +39,7 @@ namespace avx512 {
 #undef INLINE
 #pragma GCC pop_options
 #pragma GCC push_options
-#pragma GCC target("avx2,fma")
+#pragma GCC target("avx2,fma,popcnt")
 #define WIDTH 8
 namespace avx2 {
 #include "simd.hpp"
@@ -48,7 +50,7 @@ namespace avx2 {
 #pragma GCC pop_options
 #elif defined(__clang__) && defined(__x86_64__)
 #define LEANTUNE_X86 1
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,popcnt"))), apply_to = function)
 #define WIDTH 16
 namespace avx512 {
 #include "simd.hpp"
@@ -57,7 +59,7 @@ namespace avx512 {
 #undef WIDTH
 #undef INLINE
 #pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,fma,popcnt"))), apply_to = function)
 #define WIDTH 8
 namespace avx2 {
 #include "simd.hpp"
@@ -79,14 +81,17 @@ struct Variant {
     const char *name;
     void (*squares)(const LeantuneTernary *, int64_t, int64_t, double *);
     void (*step)(const LeantuneTernary *, float *, int);
+    void (*exact)(const LeantuneTernary *, float *, float *, int64_t, int64_t);
+    void (*next_basis)(const float *, const uint16_t *, int64_t, int, uint16_t *);
+    double (*sum_of_squares)(const void *, int, int64_t, int64_t);
 };
 
 static const Variant VARIANTS[] = {
 #ifdef LEANTUNE_X86
-    {"avx512", avx512::square_rows, avx512::step},
-    {"avx2", avx2::square_rows, avx2::step},
+    {"avx512", avx512::square_rows, avx512::step, avx512::exact_rows, avx512::next_basis, avx512::sum_of_squares},
+    {"avx2", avx2::square_rows, avx2::step, avx2::exact_rows, avx2::next_basis, avx2::sum_of_squares},
 #endif
-    {"portable", portable::square_rows, portable::step},
+    {"portable", portable::square_rows, portable::step, portable::exact_rows, portable::next_basis, portable::sum_of_squares},
 };
 
 static bool runs_here(const char *name) {
@@ -137,4 +142,38 @@ void leantune_ternary_squares(const LeantuneTernary *t, double *partial, int chu
 void leantune_ternary_step(const LeantuneTernary *t, float *partial, int chunks) {
     chosen->step(t, partial, chunks);
     add_up(partial, t->rank * t->cols, chunks);
+}
+
+void leantune_ternary_step_alone(const LeantuneTernary *t, int chunks) {
+    std::vector<float> products((size_t)(chunks * t->rank * t->cols));
+    leantune_ternary_step(t, products.data(), chunks);
+    std::memcpy(t->column_means, t->new_column_means, sizeof(float) * (size_t)t->cols);
+    if (!t->rank) return;
+    for (int64_t j = 0; j < t->cols; j++)
+        for (int k = 0; k < t->rank; k++)
+            t->carry_columns[j * t->rank + k] = t->new_column_means[j] > 0.0f ? t->basis[j * t->rank + k] : 0;
+    chosen->next_basis(products.data(), t->basis, t->cols, t->rank, t->carry_basis);
+}
+
+void leantune_exact_step(const LeantuneTernary *t, float *momentum, float *variance) {
+    const Variant *variant = chosen;
+    const int64_t height = t->cols >= 16384 ? 1 : 16384 / t->cols, pieces = (t->rows + height - 1) / height;
+#pragma omp parallel for num_threads(t->threads) if (pieces > 1)
+    for (int64_t piece = 0; piece < pieces; piece++)
+        variant->exact(t, momentum, variance, piece * height, (piece + 1) * height < t->rows ? (piece + 1) * height : t->rows);
+}
+
+void leantune_next_basis(const float *products, const uint16_t *basis, int64_t cols, int rank, uint16_t *out) {
+    chosen->next_basis(products, basis, cols, rank, out);
+}
+
+float leantune_sum_of_squares(const void *values, int dtype, int64_t count, int threads) {
+    const Variant *variant = chosen;
+    const int64_t chunk = 1 << 18, chunks = (count + chunk - 1) / chunk;
+    std::vector<double> partial((size_t)(chunks > 0 ? chunks : 1));
+#pragma omp parallel for num_threads(threads) if (chunks > 1)
+    for (int64_t c = 0; c < chunks; c++)
+        partial[c] = variant->sum_of_squares(values, dtype, c * chunk, count - c * chunk < chunk ? count - c * chunk : chunk);
+    add_up(partial.data(), 1, (int)chunks);
+    return (float)partial[0];
 }

@@ -25,10 +25,11 @@ typedef struct {
     uint16_t *momentum_scale[2];
     uint8_t *variance_trits;
     uint16_t *variance_level, *variance_step;
-    uint16_t *carry_rows;          /* bf16 (rows, rank): read, then written; null without a carry */
-    const uint16_t *carry_columns; /* bf16 (cols, rank) */
-    const uint16_t *basis;         /* V of this step, bf16 (cols, rank) */
-    const float *column_means;     /* c that v decodes with, fp32 (cols) */
+    uint16_t *carry_rows;    /* bf16 (rows, rank): read, then written; null without a carry */
+    uint16_t *carry_columns; /* V that u decodes with, bf16 (cols, rank) */
+    uint16_t *carry_basis;   /* V for the next step */
+    const uint16_t *basis;   /* V of this step; dead columns are left out of it */
+    float *column_means;     /* c that v decodes with, fp32 (cols) */
     const float *new_column_means; /* c that v is coded relative to */
 } LeantuneTernary;
 
@@ -48,6 +49,16 @@ void leantune_ternary_squares(const LeantuneTernary *t, double *partial, int chu
 /* Decode, rule, encode, move the weights. With a carry also Y = u^T u V, fp32 (rank, cols), in the first part of
    `partial`: fp32 (chunks, rank, cols), zeroed by the caller. */
 void leantune_ternary_step(const LeantuneTernary *t, float *partial, int chunks);
+/* The same where all rows are here: what belongs to the columns (column_means, carry_columns, carry_basis), which
+   leantune_ternary_step only reads, is written too. */
+void leantune_ternary_step_alone(const LeantuneTernary *t, int chunks);
+/* The same rule with fp32 momentum and second moment (rows, cols); block: elements that share a key of random bits. Of
+   the fields that describe a ternary state none is read. */
+void leantune_exact_step(const LeantuneTernary *t, float *momentum, float *variance);
+/* V for the next step, bf16 (cols, rank): Y + shift V orthonormalised; `products`: Y, fp32 (rank, cols). */
+void leantune_next_basis(const float *products, const uint16_t *basis, int64_t cols, int rank, uint16_t *out);
+/* Sum of the squares of `count` neighbours of this dtype: NaN or Inf where one is, or where it overflows a float. */
+float leantune_sum_of_squares(const void *values, int dtype, int64_t count, int threads);
 
 #ifdef __cplusplus
 }

@@ -13,7 +13,7 @@ INLINE float from_bf16(uint16_t value) {
 }
 
 INLINE float from_pattern(int64_t pattern) {
-    const int32_t bits = (int32_t)(pattern > SMALLEST ? pattern : SMALLEST);
+    const int32_t bits = (int32_t)(pattern > 0 ? pattern : 0);
     float result;
     std::memcpy(&result, &bits, sizeof result);
     return result;
@@ -99,14 +99,14 @@ static void random_bits(uint64_t key, int64_t row, int64_t block, int size, uint
 
 // What belongs to the columns, worked out once for all rows. Behind the last column everything is 0.
 struct Columns {
-    int64_t wide;                    // columns, rounded up to whole blocks
+    int64_t wide, span;              // columns, rounded up to whole blocks and to sixteen
     std::vector<float> memory;
     float *times, *over, *units;     // f of the stored v; 1 / f of the new; 1 / OCTAVE in live columns
     float *carried, *basis;          // V^T of the stored carry and of this step, (rank, wide)
     float *count;                    // live elements of each block, 1 at least
 
     Columns(const LeantuneTernary *t)
-        : wide(t->blocks_per_row * t->block), memory((size_t)((3 + 2 * t->rank) * wide + t->blocks_per_row)) {
+        : wide(t->blocks_per_row * t->block), span((t->cols + 15) / 16 * 16), memory((size_t)((3 + 2 * t->rank) * wide + t->blocks_per_row)) {
         times = memory.data();
         over = times + wide;
         units = over + wide;
@@ -124,7 +124,7 @@ struct Columns {
         for (int k = 0; k < t->rank; k++)
             for (int64_t j = 0; j < t->cols; j++) {
                 carried[k * wide + j] = from_bf16(t->carry_columns[j * t->rank + k]);
-                basis[k * wide + j] = from_bf16(t->basis[j * t->rank + k]);
+                basis[k * wide + j] = units[j] > 0.0f ? from_bf16(t->basis[j * t->rank + k]) : 0.0f;
             }
     }
 
@@ -144,25 +144,25 @@ struct Columns {
 // neighbouring blocks of a row (the last of a row fewer), whose trits share bytes.
 struct Panel {
     int64_t wide;
-    int rows;  // that fit: four, or one where four would leave the caches
-    std::vector<float> memory;
-    std::vector<uint8_t> bytes;
+    int rows;  // that fit: four, or fewer where four would leave the caches
+    std::unique_ptr<float[]> memory;
+    std::unique_ptr<uint8_t[]> bytes;
     float *u, *ratio, *residual, *offset, *work, *second_work;
     uint32_t *bits;
     uint8_t *old_trits, *trits, *second;
 
-    Panel(const LeantuneTernary *t, const Columns &columns) : wide(columns.wide), rows(columns.wide <= 8192 ? 4 : 1) {
+    Panel(const LeantuneTernary *t, const Columns &columns) : wide(columns.wide), rows(columns.wide <= 2048 ? 4 : columns.wide <= 8192 ? 2 : 1) {
         const int64_t group = 5 * (int64_t)t->block + 16, size = rows * wide;
-        memory.resize((size_t)((t->rank ? 3 : 2) * size + 4 * group));
-        u = memory.data();
+        memory.reset(new float[(size_t)((t->rank ? 3 : 2) * size + 4 * group)]);
+        u = memory.get();
         ratio = u + size;
         residual = t->rank ? ratio + size : u;  // without a carry the residual is u itself, until a plane is taken off
         offset = ratio + size * (t->rank ? 2 : 1);
         work = offset + group;
         second_work = work + group;
         bits = (uint32_t *)(second_work + group);
-        bytes.resize((size_t)(size + 3 * group));
-        old_trits = bytes.data();
+        bytes.reset(new uint8_t[(size_t)(size + 3 * group)]);
+        old_trits = bytes.get();
         trits = old_trits + size + group;  // unpack() writes up to four digits behind the last
         second = trits + group;
     }
@@ -175,11 +175,12 @@ struct Group {
         const int64_t wide = 5 * (int64_t)t->block, rest = t->cols - left;
         n = (int)(rest < wide ? rest : wide);
         blocks = (n + t->block - 1) / t->block;
-        padded = blocks * t->block;
+        padded = (n + 15) / 16 * 16;
         first_block = row * t->blocks_per_row + left / t->block;
         bytes = row * t->bytes_per_row + left / 5;
     }
     int present(const LeantuneTernary *t, int b) const { return n - b * t->block < t->block ? n - b * t->block : t->block; }
+    int used(const LeantuneTernary *t, int b) const { return (present(t, b) + 15) / 16 * 16; }
 };
 
 // -- decode and rule --------------------------------------------------------------------------------------------------
@@ -197,7 +198,7 @@ static void start_from_carry(const LeantuneTernary *t, const Columns &columns, i
         // A missing direction reads an existing one and counts for nothing.
         const int64_t step1 = count > 1 ? columns.wide : 0, step2 = count > 2 ? 2 * columns.wide : 0,
                       step3 = count > 3 ? 3 * columns.wide : 0;
-        for (int64_t i = 0; i < columns.wide; i += WIDTH) {
+        for (int64_t i = 0; i < columns.span; i += WIDTH) {
             Floats value = k ? load(u + i) : Floats{};
             value = fma(factor[0], load(column + i), value);
             value = fma(factor[1], load(column + step1 + i), value);
@@ -207,7 +208,7 @@ static void start_from_carry(const LeantuneTernary *t, const Columns &columns, i
     }
     for (; k < rank; k++) {
         const Floats factor = all(t->beta1 * from_bf16(mine[k]));
-        for (int64_t i = 0; i < columns.wide; i += WIDTH)
+        for (int64_t i = 0; i < columns.span; i += WIDTH)
             store(u + i, fma(factor, load(columns.carried + k * columns.wide + i), load(u + i)));
     }
 }
@@ -229,7 +230,7 @@ struct Stored {
 // sum of the latter. CARRIED: u holds beta1 C.
 template <bool CARRIED, class Element>
 static float rule(const LeantuneTernary *t, const Element *grad, const Stored &stored, const float *times, const float *over,
-                  float *u, float *ratio) {
+                  float *u, float *ratio, int size) {
     const int32_t centre = (int32_t)((uint32_t)stored.level << 16), octaves = (int32_t)(from_bf16(stored.step) * OCTAVE);
     const Table old_u(-t->beta1 * stored.scale, 0.0f, t->beta1 * stored.scale);
     const Table old_v(t->beta2 * from_pattern((int64_t)centre - octaves), t->beta2 * from_pattern(centre),
@@ -237,7 +238,7 @@ static float rule(const LeantuneTernary *t, const Element *grad, const Stored &s
     const Floats rest1 = all(t->rest1), rest2 = all(t->rest2), bias = all(__builtin_sqrtf(t->bias)), eps = all(t->eps),
                  factor = all(t->grad_scale);
     Sum sum;
-    for (int i = 0; i < t->block; i += 16)
+    for (int i = 0; i < size; i += 16)
         for (int p = 0; p < PARTS; p++) {
             const int at = i + p * WIDTH;
             const Floats g = read(grad + at) * factor;
@@ -255,13 +256,15 @@ static float rule(const LeantuneTernary *t, const Element *grad, const Stored &s
 template <bool CARRIED>
 static float rule(const LeantuneTernary *t, int64_t offset, int present, const Stored &stored, const float *times,
                   const float *over, float *work, float *u, float *ratio) {
-    if (t->grad_column == 1 && present == t->block) {
-        if (t->grad_dtype == LEANTUNE_FLOAT32) return rule<CARRIED>(t, (const float *)t->grad + offset, stored, times, over, u, ratio);
-        return rule<CARRIED>(t, (const uint16_t *)t->grad + offset, stored, times, over, u, ratio);
+    const int used = (present + 15) / 16 * 16;
+    if (t->grad_column == 1 && present == used) {
+        if (t->grad_dtype == LEANTUNE_FLOAT32)
+            return rule<CARRIED>(t, (const float *)t->grad + offset, stored, times, over, u, ratio, used);
+        return rule<CARRIED>(t, (const uint16_t *)t->grad + offset, stored, times, over, u, ratio, used);
     }
     read_row(t->grad, t->grad_dtype, offset, t->grad_column, present, work);
-    fill(work, 0.0f, present, t->block);
-    return rule<CARRIED>(t, (const float *)work, stored, times, over, u, ratio);
+    fill(work, 0.0f, present, used);
+    return rule<CARRIED>(t, (const float *)work, stored, times, over, u, ratio, used);
 }
 
 // -- the second moment's encoding -------------------------------------------------------------------------------------
@@ -270,7 +273,8 @@ static float rule(const LeantuneTernary *t, int64_t offset, int present, const S
 // blocks of a group before the next: what one waits for, the others fill.
 struct LogBlock {
     float sum, count;                // of the ratios; of live elements
-    float sums[4];                   // of the offsets, offsets times digits, digits, squared digits
+    float offsets, products;         // sums: of the offsets, of the offsets times the old trits
+    float once, twice;               // sums: of the old trits, of their squares
     float inverse, shift, reach;     // 1 / d; the level, from the mean, in octaves; the float of l + d
     float kept;                      // sum of what of the ratios the largest trit reaches
     uint16_t level, step;
@@ -282,19 +286,22 @@ static void log_offsets(LogBlock &block, const float *ratio, const uint8_t *old,
     const float mean = block.sum / block.count, share = mean * FLOOR;
     const Floats least = all(share > TINY ? share : TINY);
     const Ints from = all_ints(pattern_of(mean));
-    Sum offsets, products, digits, squares;
-    for (int i = 0; i < size; i += 16)
+    Sum offsets, products;
+    int zeros = 0, twos = 0;
+    for (int i = 0; i < size; i += 16) {
         for (int p = 0; p < PARTS; p++) {
             const int at = i + p * WIDTH;
             const Floats octaves = to_floats(bits_of(larger(load(ratio + at), least)) - from) * load(units + at);
-            const Floats digit = to_floats(widen(old + at));
             store(offset + at, octaves);
             offsets.part[p] += octaves;
-            products.part[p] = fma(octaves, digit, products.part[p]);
-            digits.part[p] += digit;
-            squares.part[p] = fma(digit, digit, squares.part[p]);
+            products.part[p] = fma(octaves, to_floats(widen(old + at)), products.part[p]);
         }
-    totals(offsets, products, digits, squares, block.sums);
+        count_digits(old + i, zeros, twos);
+    }
+    block.offsets = total(offsets);
+    block.products = total(products) - block.offsets;  // trits are digits less 1
+    block.once = (float)(twos - zeros);
+    block.twice = (float)(twos + zeros);
 }
 
 // The first log-step of a block, from the spread of its offsets.
@@ -314,16 +321,14 @@ INLINE void choose_level(LogBlock &block, uint16_t previous, const float *offset
     block.level = block.step = 0;
     block.inverse = block.shift = block.reach = 0.0f;
     if (block.empty()) return;
-    const float average = block.sums[0] / block.count;
+    const float average = block.offsets / block.count;
     const int32_t centre = pattern_of(block.sum / block.count);
     int32_t upper = (centre + (int32_t)(average * OCTAVE) + (1 << 15)) >> 16;
     if (upper > LARGEST_LEVEL) upper = LARGEST_LEVEL;
     float step = from_bf16(previous);
-    if (previous) {  // trits are digits less 1; the sums of trits and of their squares are whole numbers
-        const float once = block.sums[2] - size, twice = block.sums[3] - 2.0f * block.sums[2] + size;
-        const float spread = twice * block.count - once * once;
-        if (spread > 0.0f)
-            step = ((block.sums[1] - block.sums[0]) * block.count - block.sums[0] * once) / spread;
+    if (previous) {
+        const float spread = block.twice * block.count - block.once * block.once;
+        if (spread > 0.0f) step = (block.products * block.count - block.offsets * block.once) / spread;
     } else {
         step = first_step(offset, average, block.count, size);
     }
@@ -364,21 +369,21 @@ INLINE void raise_level(LogBlock &block) {
 // Encode v / f of a group: trits into `digits`, level and step into the state.
 static void encode_variance(const LeantuneTernary *t, const Columns &columns, const Group &g, const float *ratio,
                             const uint8_t *old, const float *sums, float *offset, const uint32_t *bits, uint8_t *digits) {
-    const int size = t->block;
     const float *units = columns.units + g.left;
     LogBlock blocks[5];
     for (int b = 0; b < g.blocks; b++) {
-        const int at = b * size;
+        const int at = b * t->block;
         blocks[b].sum = sums[b];
-        blocks[b].count = columns.count[g.left / size + b];
-        log_offsets(blocks[b], ratio + at, old + at, units + at, offset + at, size);
+        blocks[b].count = columns.count[g.left / t->block + b];
+        log_offsets(blocks[b], ratio + at, old + at, units + at, offset + at, g.used(t, b));
     }
-    for (int b = 0; b < g.blocks; b++) choose_level(blocks[b], t->variance_step[g.first_block + b], offset + b * size, size);
+    for (int b = 0; b < g.blocks; b++)
+        choose_level(blocks[b], t->variance_step[g.first_block + b], offset + b * t->block, g.used(t, b));
     for (int b = 0; b < g.blocks; b++) {
-        const int at = b * size;
-        round_trits(blocks[b], offset + at, ratio + at, bits + at, digits + at, size);
-        if (blocks[b].count < (float)size)
-            for (int i = at; i < at + size; i++) digits[i] = units[i] > 0.0f ? digits[i] : 1;
+        const int at = b * t->block, used = g.used(t, b);
+        round_trits(blocks[b], offset + at, ratio + at, bits + at, digits + at, used);
+        if (blocks[b].count < (float)used)
+            for (int i = at; i < at + used; i++) digits[i] = units[i] > 0.0f ? digits[i] : 1;
     }
     for (int b = 0; b < g.blocks; b++) {
         raise_level(blocks[b]);
@@ -400,32 +405,33 @@ static float sum_of_squares(const float *x, int size) {
 }
 
 // The digits of sign(r) where |r| > limit; sums: of the chosen |r|, and their number.
-static void choose_trits(const float *residual, float limit, uint8_t *digits, int size, float *sums) {
+static void choose_trits(const float *__restrict residual, float limit, uint8_t *__restrict digits, int size, float *sums) {
     const Floats threshold = all(limit);
-    Sum chosen, number, none;
-    Ints counted[PARTS] = {};
+    Sum chosen;
+    int number = 0;
     for (int i = 0; i < size; i += 16) {
-        Ints digit[PARTS];
+        Ints above[PARTS], below[PARTS];
         for (int p = 0; p < PARTS; p++) {
-            const Floats r = load(residual + i + p * WIDTH), magnitude = keep(r, all_ints(0x7FFFFFFF));
-            const Ints large = (Ints)(magnitude > threshold);
-            chosen.part[p] += keep(magnitude, large);
-            counted[p] -= large;
-            digit[p] = 1 + (large & ((bits_of(r) >> 31) | 1));
+            const Floats r = load(residual + i + p * WIDTH);
+            above[p] = (Ints)(r > threshold);
+            below[p] = (Ints)(r < -threshold);
+            chosen.part[p] += keep(r, above[p]) - keep(r, below[p]);
         }
-        narrow(digit, digits + i);
+        number += ternary_digits(above, below, digits + i);
     }
-    for (int p = 0; p < PARTS; p++) number.part[p] = to_floats(counted[p]);
-    totals(chosen, number, none, none, sums);
+    sums[0] = total(chosen);
+    sums[1] = (float)number;
 }
 
 // T(residual) of a group's blocks: digits, and scales into the state; `scales`: as they were stored.
 static void encode_momentum(const LeantuneTernary *t, const Group &g, int plane, const float *residual, uint8_t *digits, float *scales) {
-    const int size = t->block;
-    float limits[5], sums[5][4];
-    for (int b = 0; b < g.blocks; b++) limits[b] = sum_of_squares(residual + b * size, size) / (float)g.present(t, b);
+    float limits[5], sums[5][2];
     for (int b = 0; b < g.blocks; b++)
-        choose_trits(residual + b * size, __builtin_sqrtf(limits[b]) * THRESHOLD, digits + b * size, size, sums[b]);
+        limits[b] = sum_of_squares(residual + b * t->block, g.used(t, b)) / (float)g.present(t, b);
+    for (int b = 0; b < g.blocks; b++) {
+        const int at = b * t->block;
+        choose_trits(residual + at, __builtin_sqrtf(limits[b]) * THRESHOLD, digits + at, g.used(t, b), sums[b]);
+    }
     for (int b = 0; b < g.blocks; b++) {
         uint16_t *stored = t->momentum_scale[plane] + g.first_block + b;
         *stored = to_bf16(sums[b][0] / (sums[b][1] > 1.0f ? sums[b][1] : 1.0f));
@@ -434,10 +440,12 @@ static void encode_momentum(const LeantuneTernary *t, const Group &g, int plane,
 }
 
 // out = residual - s q of a group.
-static void subtract_plane(const Group &g, int size, const float *residual, const uint8_t *digits, const float *scales, float *out) {
+static void subtract_plane(const LeantuneTernary *t, const Group &g, const float *residual, const uint8_t *digits,
+                           const float *scales, float *out) {
     for (int b = 0; b < g.blocks; b++) {
         const Table table(scales[b], 0.0f, -scales[b]);
-        for (int i = b * size; i < (b + 1) * size; i += WIDTH) store(out + i, load(residual + i) + pick(table, widen(digits + i)));
+        const int start = b * t->block, end = start + g.used(t, b);
+        for (int i = start; i < end; i += WIDTH) store(out + i, load(residual + i) + pick(table, widen(digits + i)));
     }
 }
 
@@ -482,9 +490,9 @@ struct Release {
 
 // The step of a block moves bf16 weights, stochastically rounded: the sum of a float's bits and sixteen random ones, cut.
 static void move_bf16(const LeantuneTernary *t, const Release &release, const float *u, const float *residual,
-                      const uint8_t *digits, const uint32_t *bits, uint16_t *weight) {
+                      const uint8_t *digits, const uint32_t *bits, uint16_t *weight, int size) {
     const Floats decay = all(t->decay), rate = all(-t->lr);
-    for (int i = 0; i < t->block; i += WIDTH) {
+    for (int i = 0; i < size; i += WIDTH) {
         const Floats w = fma(rate, release.step(u + i, residual + i, digits + i), read(weight + i) * decay);
         narrow(((Words)w + (*(const Words *)(bits + i) >> 16)) >> 16, weight + i);
     }
@@ -512,27 +520,34 @@ static void write_weight(const LeantuneTernary *t, int64_t offset, const float *
 // Move the weights of a group.
 static void move_group(const LeantuneTernary *t, const Group &g, const float *u, const float *residual, const uint8_t *digits,
                        const float *scales, const uint32_t *bits, float *step, float *work) {
-    const int size = t->block;
     const int64_t offset = g.row * t->cols + g.left;
     const bool usual = t->weight_dtype == LEANTUNE_BFLOAT16 && t->stochastic && !t->remainder;
     for (int b = 0; b < g.blocks; b++) {
-        const int at = b * size, present = g.present(t, b);
+        const int at = b * t->block, present = g.present(t, b), used = g.used(t, b);
         const Release release(scales[b], t->release);
-        if (usual && present == size) {
-            move_bf16(t, release, u + at, residual + at, digits + at, bits + at, (uint16_t *)t->weight + offset + at);
+        if (usual && present == used) {
+            move_bf16(t, release, u + at, residual + at, digits + at, bits + at, (uint16_t *)t->weight + offset + at, used);
             continue;
         }
-        for (int i = at; i < at + size; i += WIDTH) store(step + i, release.step(u + i, residual + i, digits + i));
+        for (int i = at; i < at + used; i += WIDTH) store(step + i, release.step(u + i, residual + i, digits + i));
         write_weight(t, offset + at, step + at, bits + at, work, present);
     }
 }
 
 // -- a panel ----------------------------------------------------------------------------------------------------------
 
+// Ask for a row of a (rows, cols) matrix of contiguous rows, ahead of its use.
+static void fetch(const void *matrix, int dtype, int64_t start, int64_t cols) {
+    const int64_t bytes = dtype == LEANTUNE_FLOAT32 ? 4 : 2;
+    const char *from = (const char *)matrix + start * bytes;
+    for (int64_t i = 0; i < cols * bytes; i += 64) __builtin_prefetch(from + i);
+}
+
 // The first half of a row's step: what is stored becomes u and v / f; `sums`: of the latter, by block.
 static void decode_row(const LeantuneTernary *t, const Columns &columns, const Panel &panel, int64_t row, int r, float *sums) {
     float *u = panel.u + r * panel.wide, *ratio = panel.ratio + r * panel.wide;
     uint8_t *old = panel.old_trits + r * panel.wide;
+    fetch(t->weight, t->weight_dtype, row * t->cols, t->cols);
     if (t->rank) start_from_carry(t, columns, row, u);
     for (int64_t left = 0; left < t->cols; left += 5 * t->block) {
         const Group g(t, row, left);
@@ -549,37 +564,31 @@ static void decode_row(const LeantuneTernary *t, const Columns &columns, const P
                 t->rank ? rule<true>(t, offset, g.present(t, b), stored, times, over, panel.work, u + column, ratio + column)
                         : rule<false>(t, offset, g.present(t, b), stored, times, over, panel.work, u + column, ratio + column);
             if (t->planes == 2)
-                add_plane(panel.second + b * t->block, t->beta1 * from_bf16(t->momentum_scale[1][scalar]), u + column, t->block);
+                add_plane(panel.second + b * t->block, t->beta1 * from_bf16(t->momentum_scale[1][scalar]), u + column, g.used(t, b));
         }
     }
 }
 
-// <row, direction> for four rows of `wide` elements.
-static void dot_four(const float *rows, int64_t wide, const float *direction, float *out, int stride) {
-    Sum sums[4];
-    for (int64_t i = 0; i < wide; i += 16)
+// <row, direction> for R rows.
+template <int R>
+static void dots(const float *rows, int64_t wide, int64_t span, const float *direction, float *out, int stride) {
+    Sum sums[R];
+    for (int64_t i = 0; i < span; i += 16)
         for (int p = 0; p < PARTS; p++) {
             const int64_t at = i + p * WIDTH;
             const Floats across = load(direction + at);
-            for (int r = 0; r < 4; r++) sums[r].part[p] = fma(load(rows + r * wide + at), across, sums[r].part[p]);
+            for (int r = 0; r < R; r++) sums[r].part[p] = fma(load(rows + r * wide + at), across, sums[r].part[p]);
         }
-    for (int r = 0; r < 4; r++) out[r * stride] = total(sums[r]);
-}
-
-static float dot(const float *x, const float *y, int64_t n) {
-    Sum sum;
-    for (int64_t i = 0; i < n; i += 16)
-        for (int p = 0; p < PARTS; p++) sum.part[p] = fma(load(x + i + p * WIDTH), load(y + i + p * WIDTH), sum.part[p]);
-    return total(sum);
+    for (int r = 0; r < R; r++) out[r * stride] = total(sums[r]);
 }
 
 // residual -= U V_k, products_k += u^T W_k for direction k of R rows; `from`: what the residual starts as.
 template <int R>
-INLINE void take_direction(const float *u, const float *from, float *residual, int64_t wide, const float *direction,
+INLINE void take_direction(const float *u, const float *from, float *residual, int64_t wide, int64_t span, const float *direction,
                            const float *stored, const float *exact, int stride, float *products) {
     Floats taken[R], weight[R];
     for (int r = 0; r < R; r++) taken[r] = all(-stored[r * stride]), weight[r] = all(exact[r * stride]);
-    for (int64_t i = 0; i < wide; i += WIDTH) {
+    for (int64_t i = 0; i < span; i += WIDTH) {
         const Floats across = load(direction + i);
         Floats sum = load(products + i);
         for (int r = 0; r < R; r++) {
@@ -590,47 +599,47 @@ INLINE void take_direction(const float *u, const float *from, float *residual, i
     }
 }
 
-// U = u V of `count` rows, stored as bf16; the residual u - U V^T; products += u^T U.
-static void project(const LeantuneTernary *t, const Columns &columns, const Panel &panel, int64_t first, int count, float *products) {
+// U = u V of R rows, stored as bf16; the residual u - U V^T; products += u^T U.
+template <int R>
+static void project(const LeantuneTernary *t, const Columns &columns, int64_t first, const float *u, float *residual, float *products) {
     const int rank = t->rank;
-    const int64_t wide = panel.wide;
-    float exact[4 * 64], stored[4 * 64];
-    for (int k = 0; k < rank; k++) {
-        const float *direction = columns.basis + k * wide;
-        if (count == 4)
-            dot_four(panel.u, wide, direction, exact + k, rank);
-        else
-            for (int r = 0; r < count; r++) exact[r * rank + k] = dot(panel.u + r * wide, direction, wide);
-    }
-    for (int i = 0; i < count * rank; i++) {
+    const int64_t wide = columns.wide, span = columns.span;
+    float exact[R * MOST_RANK], stored[R * MOST_RANK];
+    for (int k = 0; k < rank; k++) dots<R>(u, wide, span, columns.basis + k * wide, exact + k, rank);
+    for (int i = 0; i < R * rank; i++) {
         t->carry_rows[first * rank + i] = to_bf16(exact[i]);
         stored[i] = from_bf16(t->carry_rows[first * rank + i]);
     }
-    for (int k = 0; k < rank; k++) {
-        const float *direction = columns.basis + k * wide, *from = k ? panel.residual : panel.u;
-        if (count == 4)
-            take_direction<4>(panel.u, from, panel.residual, wide, direction, stored + k, exact + k, rank, products + k * wide);
-        else
-            for (int r = 0; r < count; r++)
-                take_direction<1>(panel.u + r * wide, from + r * wide, panel.residual + r * wide, wide, direction,
-                                  stored + r * rank + k, exact + r * rank + k, rank, products + k * wide);
-    }
+    for (int k = 0; k < rank; k++)
+        take_direction<R>(u, k ? residual : u, residual, wide, span, columns.basis + k * wide, stored + k, exact + k, rank,
+                          products + k * wide);
+}
+
+// The same for any number of rows.
+static void project(const LeantuneTernary *t, const Columns &columns, const Panel &panel, int64_t first, int count, float *products) {
+    int r = 0;
+    if (count == 4) project<4>(t, columns, first, panel.u, panel.residual, products), r = 4;
+    for (; r + 2 <= count; r += 2)
+        project<2>(t, columns, first + r, panel.u + r * panel.wide, panel.residual + r * panel.wide, products);
+    if (r < count) project<1>(t, columns, first + r, panel.u + r * panel.wide, panel.residual + r * panel.wide, products);
 }
 
 // The second half of a row's step: encode v, then u; move the weights.
 static void encode_row(const LeantuneTernary *t, const Columns &columns, const Panel &panel, int64_t row, int r, const float *sums) {
     const int64_t start = r * panel.wide;
     float scales[5];
+    if (t->grad_column == 1 && row + panel.rows < t->rows)
+        fetch(t->grad, t->grad_dtype, (row + panel.rows) * t->grad_row, t->cols);
     for (int64_t left = 0; left < t->cols; left += 5 * t->block) {
         const Group g(t, row, left);
         const int64_t at = start + left, block = left / t->block;
-        for (int b = 0; b < g.blocks; b++) random_bits(t->key, t->first_row + row, block + b, t->block, panel.bits + b * t->block);
+        for (int b = 0; b < g.blocks; b++) random_bits(t->key, t->first_row + row, block + b, g.used(t, b), panel.bits + b * t->block);
         encode_variance(t, columns, g, panel.ratio + at, panel.old_trits + at, sums + block, panel.offset, panel.bits, panel.trits);
         pack(panel.trits, g.n, t->variance_trits + g.bytes);
         const float *residual = panel.residual + at;
         for (int plane = 0; plane < t->planes; plane++) {
             if (plane) {
-                subtract_plane(g, t->block, residual, panel.trits, scales, panel.work);
+                subtract_plane(t, g, residual, panel.trits, scales, panel.work);
                 residual = panel.work;
                 pack(panel.trits, g.n, t->momentum_trits[0] + g.bytes);
             }
@@ -660,6 +669,85 @@ static void step(const LeantuneTernary *t, float *products, int chunks) {
     for (int chunk = 0; chunk < chunks; chunk++)
         step_rows(t, columns, t->rows * chunk / chunks, t->rows * (chunk + 1) / chunks,
                   products + (int64_t)chunk * t->rank * t->cols);
+}
+
+// Sum of n squares.
+template <class Element> static double sum_of_squares(const Element *x, int64_t n) {
+    Sum sums[4];
+    int64_t i = 0;
+    for (; i + 64 <= n; i += 64)
+        for (int s = 0; s < 4; s++)
+            for (int p = 0; p < PARTS; p++) {
+                const Floats value = read(x + i + 16 * s + p * WIDTH);
+                sums[s].part[p] = fma(value, value, sums[s].part[p]);
+            }
+    float four[4];
+    totals(sums[0], sums[1], sums[2], sums[3], four);
+    double result = ((double)four[0] + four[1]) + ((double)four[2] + four[3]);
+    for (; i < n; i++) result += (double)read_one(x + i) * read_one(x + i);
+    return result;
+}
+
+static double sum_of_squares(const void *x, int dtype, int64_t start, int64_t n) {
+    if (dtype == LEANTUNE_FLOAT32) return sum_of_squares((const float *)x + start, n);
+    return sum_of_squares((const uint16_t *)x + start, n);
+}
+
+// <x, y>, and y -= factor x, in fp64.
+static double dot(const double *__restrict x, const double *__restrict y, int64_t n) {
+    double lanes[8] = {};
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8)
+        for (int l = 0; l < 8; l++) lanes[l] += x[i + l] * y[i + l];
+    for (; i < n; i++) lanes[0] += x[i] * y[i];
+    return ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) + ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]));
+}
+
+static void subtract(double *__restrict y, double factor, const double *__restrict x, int64_t n) {
+    for (int64_t i = 0; i < n; i++) y[i] -= factor * x[i];
+}
+
+// leantune/codec/low_rank.py's next_basis: Gram-Schmidt of Y + shift V.
+static void next_basis(const float *products, const uint16_t *basis, int64_t cols, int rank, uint16_t *out) {
+    double square = 0.0;
+    for (int k = 0; k < rank; k++) square += sum_of_squares(products + k * cols, cols);
+    float shift = __builtin_sqrtf((float)square) * BASIS_SHIFT;
+    shift = shift > 1e-30f ? shift : 1e-30f;
+    std::vector<double> memory((size_t)(rank * cols));
+    for (int k = 0; k < rank; k++) {
+        double *mine = memory.data() + k * cols;
+        for (int64_t j = 0; j < cols; j++) mine[j] = products[k * cols + j] + shift * from_bf16(basis[j * rank + k]);
+        for (int pass = 0; pass < 2; pass++)
+            for (int l = 0; l < k; l++) {
+                const double *other = memory.data() + l * cols;
+                subtract(mine, dot(mine, other, cols), other, cols);
+            }
+        const double over = 1.0 / __builtin_sqrt(dot(mine, mine, cols));
+        for (int64_t j = 0; j < cols; j++) mine[j] *= over;
+        for (int64_t j = 0; j < cols; j++) out[j * rank + k] = to_bf16((float)mine[j]);
+    }
+}
+
+// The same rule with fp32 states, for rows [top, bottom): nothing is dropped, so the step is u. t->block: elements that
+// share a key of random bits.
+static void exact_rows(const LeantuneTernary *t, float *momentum, float *variance, int64_t top, int64_t bottom) {
+    std::vector<float> scratch((size_t)(2 * t->block));
+    std::vector<uint32_t> bits((size_t)t->block);
+    const float root_bias = __builtin_sqrtf(t->bias);
+    for (int64_t row = top; row < bottom; row++)
+        for (int64_t left = 0; left < t->cols; left += t->block) {
+            const int n = (int)(t->cols - left < t->block ? t->cols - left : t->block);
+            const int64_t offset = row * t->cols + left;
+            float *__restrict grad = scratch.data(), *__restrict u = momentum + offset, *__restrict v = variance + offset;
+            read_row(t->grad, t->grad_dtype, row * t->grad_row + left * t->grad_column, t->grad_column, n, grad);
+            for (int i = 0; i < n; i++) {
+                const float g = grad[i] * t->grad_scale;
+                v[i] = fma(v[i], t->beta2, t->rest2 * g * g);
+                u[i] = fma(t->rest1, g / fma(__builtin_sqrtf(v[i]), root_bias, t->eps) - u[i], u[i]);
+            }
+            if (t->stochastic) random_bits(t->key, t->first_row + row, left / t->block, n, bits.data());
+            write_weight(t, offset, u, bits.data(), scratch.data() + t->block, n);
+        }
 }
 
 template <class Element>
