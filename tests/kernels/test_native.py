@@ -1,7 +1,10 @@
 """The C++ kernel of TernaryAdamW makes the decisions of the plain torch rule, whatever the instruction set or thread
 count."""
 
+import shutil
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -212,3 +215,24 @@ def test_a_missing_or_foreign_library_is_said_and_does_not_stop_training(tmp_pat
             native.use_instructions("avx2")
     finally:
         native._load.cache_clear()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_no_access_outside_an_array(tmp_path: Path) -> None:
+    """Every entry, awkward shapes, arrays of exact size, under the address and undefined-behaviour sanitizers."""
+    sources, driver = Path(native.__file__).parent / "native", Path(__file__).parent / "native_shapes.cpp"
+    flags = [
+        "-std=c++17",
+        "-O1",
+        "-g",
+        "-w",
+        "-ffp-contract=off",
+        "-fsanitize=address,undefined",
+        "-fno-sanitize-recover",
+    ]
+    program = tmp_path / "shapes"
+    build = ["g++", *flags, f"-I{sources}", str(driver), str(sources / "ternary.cpp"), "-o", str(program)]
+    subprocess.run(build, check=True, timeout=300)
+    ran = subprocess.run([str(program)], capture_output=True, text=True, timeout=600)
+    assert ran.returncode == 0, ran.stderr[-3000:]
