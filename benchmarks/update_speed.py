@@ -1,11 +1,14 @@
-"""How long one optimizer step takes on this machine: TernaryAdamW's CPU kernel, its plain torch rule, torch AdamW.
+"""How long one optimizer step takes on this machine: TernaryAdamW's CPU kernel, its plain torch rule, torch AdamW, and
+the low-bit optimizers that run on a CPU.
 
     python benchmarks/update_speed.py [--layers 30] [--rounds 7] [--threads 2]
 
 Parameters have the shapes of SmolLM2-135M (``--layers`` of its 30). torch AdamW(fused=True) keeps float32 weights,
-gradients and states; TernaryAdamW has bfloat16 weights and gradients. All sides run in one process, one step of each a
-round, so that noise of the machine meets all alike; each row of results/update_speed.csv is a median over the rounds
-with its quartiles, and the ratio to torch's fused AdamW is the median of the rounds' own ratios.
+gradients and states; all others have bfloat16 weights and gradients. All sides run in one process, one step of each a
+round, so that noise of the machine meets all alike; sides that take seconds sit out all but three rounds. Each row of
+results/update_speed.csv is a median over the rounds with its quartiles, and the ratio to torch's fused AdamW is the
+median of the rounds' own ratios. ``bytes_moved``: what a step must read and write at least once, a parameter;
+``bandwidth_share``: that over the step's time, as a share of a copy's rate in the same rounds.
 """
 
 import argparse
@@ -13,6 +16,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from rows import ResultRows
@@ -23,9 +27,11 @@ from leantune.kernels import native
 
 COLUMNS = (
     "side", "parameters", "threads", "rounds", "update", "median_ms", "quartile_1_ms", "quartile_3_ms",
-    "ratio_to_fused_adamw", "ratio_quartile_1", "ratio_quartile_3",
+    "ratio_to_fused_adamw", "ratio_quartile_1", "ratio_quartile_3", "bytes_moved", "bandwidth_share",
 )  # fmt: skip
 FUSED = "torch AdamW fused, fp32"
+COPY = "copy of 1 GiB"
+SLOW_ROUNDS = 3
 
 
 def shapes(layers: int) -> list[tuple[int, ...]]:
@@ -44,21 +50,57 @@ def parameters(layers: int, dtype: torch.dtype) -> list[nn.Parameter]:
     return made
 
 
-def sides(layers: int) -> dict[str, Callable[[], object]]:
-    """Each side's step."""
-    ternary = {rank: lt.TernaryAdamW(parameters(layers, torch.bfloat16), carry_rank=rank) for rank in (0, 4)}
+class Side(NamedTuple):
+    step: Callable[[], object]
+    bytes_moved: float  # a parameter and step
+    slow: bool = False
+
+
+def sides(layers: int) -> dict[str, Side]:
+    """Each side's step. Bytes: states once in and once out, the weight too, the gradient once in, unless noted."""
+    count = sum(torch.Size(shape).numel() for shape in shapes(layers))
+    source, target = torch.ones(1 << 28), torch.empty(1 << 28)
+    made = {
+        COPY: Side(lambda: target.copy_(source), 2 * 4 * source.numel() / count),
+        FUSED: Side(torch.optim.AdamW(parameters(layers, torch.float32), fused=True).step, 4 + 2 * 4 + 2 * 8),
+    }
+    for name, rank in (("TernaryAdamW, no carry", 0), ("TernaryAdamW", 4)):
+        optimizer = lt.TernaryAdamW(parameters(layers, torch.bfloat16), carry_rank=rank)
+        # The gradient is read three times: is it finite, the sums over its rows, the step.
+        made[name] = Side(optimizer.step, 3 * 2 + 2 * 2 + 2 * optimizer.report().state_bytes / count)
     reference = lt.TernaryAdamW(parameters(layers, torch.bfloat16))
 
     def plain() -> None:
         with native.reference_rule():
             reference.step()
 
-    return {
-        FUSED: torch.optim.AdamW(parameters(layers, torch.float32), fused=True).step,
-        "TernaryAdamW, no carry": ternary[0].step,
-        "TernaryAdamW": ternary[4].step,
-        "TernaryAdamW in plain torch": plain,
-    }
+    made["TernaryAdamW in plain torch"] = Side(plain, made["TernaryAdamW"].bytes_moved, slow=True)
+    return made | peers(layers)
+
+
+def peers(layers: int) -> dict[str, Side]:
+    """The low-bit optimizers that are installed and run on a CPU."""
+    made = {}
+    try:
+        from torchao.optim import AdamW4bit, AdamW8bit
+
+        made["torchao AdamW8bit"] = Side(
+            AdamW8bit(parameters(layers, torch.bfloat16)).step, 2 + 2 * 2 + 2 * 2.0, slow=True
+        )
+        made["torchao AdamW4bit"] = Side(
+            AdamW4bit(parameters(layers, torch.bfloat16)).step, 2 + 2 * 2 + 2 * 1.0, slow=True
+        )
+    except ImportError as error:
+        print(f"torchao is left out: {error}")
+    try:
+        from bitsandbytes.optim import AdamW8bit as BitsAndBytes
+
+        made["bitsandbytes AdamW8bit"] = Side(
+            BitsAndBytes(parameters(layers, torch.bfloat16)).step, 2 + 2 * 2 + 2 * 2.0, slow=True
+        )
+    except ImportError as error:
+        print(f"bitsandbytes is left out: {error}")
+    return made
 
 
 def main() -> None:
@@ -71,34 +113,40 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     rows = ResultRows("update_speed", COLUMNS, arguments.rows)
-    steps = sides(arguments.layers)
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    compared = sides(arguments.layers)
+    seconds: dict[str, dict[int, float]] = {name: {} for name in compared}
     for number in range(arguments.rounds + 1):
-        for name, step in steps.items():
+        for name, side in compared.items():
+            if side.slow and number > SLOW_ROUNDS:
+                continue
             start = time.perf_counter()
-            step()
+            side.step()
             if number:  # the first round allocates
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name][number] = time.perf_counter() - start
     count = sum(torch.Size(shape).numel() for shape in shapes(arguments.layers))
+    rate = compared[COPY].bytes_moved / statistics.median(seconds[COPY].values())
     for name, times in seconds.items():
-        low, middle, high = (1000 * value for value in statistics.quantiles(times, n=4))
-        ratios = [mine / fused for mine, fused in zip(times, seconds[FUSED], strict=True)]
+        low, middle, high = (1000 * value for value in statistics.quantiles(times.values(), n=4))
+        ratios = [mine / seconds[FUSED][number] for number, mine in times.items()]
         ratio_low, ratio, ratio_high = statistics.quantiles(ratios, n=4)
-        print(f"{name:28} {middle:8.1f} ms ({low:.1f} to {high:.1f})", end="")
-        print(f", {ratio:6.2f} x fused AdamW ({ratio_low:.2f} to {ratio_high:.2f})")
+        share = compared[name].bytes_moved / (middle / 1000) / rate
+        print(f"{name:28} {middle:8.1f} ms ({low:.1f} to {high:.1f}), {ratio:6.2f} x fused AdamW", end="")
+        print(f" ({ratio_low:.2f} to {ratio_high:.2f}), {100 * share:.0f} % of a copy's bandwidth")
         rows.append(
             seed=0,
             side=name,
             parameters=count,
             threads=arguments.threads,
-            rounds=arguments.rounds,
-            update="torch" if name == FUSED else "plain torch" if "plain" in name else native.status(),
+            rounds=len(times),
+            update=native.status() if name in ("TernaryAdamW", "TernaryAdamW, no carry") else "",
             median_ms=round(middle, 1),
             quartile_1_ms=round(low, 1),
             quartile_3_ms=round(high, 1),
             ratio_to_fused_adamw=round(ratio, 3),
             ratio_quartile_1=round(ratio_low, 3),
             ratio_quartile_3=round(ratio_high, 3),
+            bytes_moved=round(compared[name].bytes_moved, 2),
+            bandwidth_share=round(share, 3),
         )
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import leantune as lt
+from leantune.codec.low_rank import initial_basis, next_basis
 from leantune.codec.ternary_state import TernaryState
 from leantune.codec.tiles import BlockGrid, Tile
 from leantune.codec.trits import unpack_trits
@@ -179,6 +180,30 @@ def test_sum_rule_in_the_kernel(rank: int) -> None:
     decoded = grid.join(TernaryState(optimizer.state[param], 128).momentum(tile, grid)).double()
     steps = -param.detach().double() / lr
     assert (steps - (total - 9 * decoded)).abs().max() / total.abs().max() < 1e-5
+
+
+@built
+@pytest.mark.parametrize("cols", [17, 576])
+def test_the_next_basis_equals_the_reference(cols: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    basis = initial_basis(cols, 4, 3, torch.device("cpu"))
+    graded = torch.randn(cols, 4, generator=generator) * torch.tensor([1.0, 1e-2, 1e-4, 0.0])
+    for products in (graded, torch.zeros(cols, 4), 1e6 * graded):
+        mine, theirs = native.TernaryCall.next_basis(products, basis).float(), next_basis(products, basis).float()
+        torch.testing.assert_close(mine, theirs, rtol=2**-7, atol=1e-4)
+
+
+@built
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [0, 1, 63, 64, 1_000_003])
+def test_squared_norms_equal_torch_s_and_show_what_is_not_finite(count: int, dtype: torch.dtype) -> None:
+    values = torch.randn(count, generator=torch.Generator().manual_seed(1)).to(dtype)
+    torch.testing.assert_close(native.squared_norm(values), values.double().square().sum().float(), rtol=1e-5, atol=0)
+    for wrong in (float("nan"), float("inf"), 3e38):
+        if count:
+            values[count // 2] = wrong
+            assert not native.squared_norm(values).isfinite()
+    assert native.squared_norm(values.half()) is None and native.squared_norm(torch.zeros(4, 4).t()[1:]) is None
 
 
 @built

@@ -151,7 +151,7 @@ def test_o13_never_touched_rows_columns_and_elements() -> None:
             drive(optimizer, param, [grad])
             if number == 249:
                 early = param[20, 100].item()
-        assert param[7].abs().max() == 0 and param[:, 33].abs().max() == 0
+            assert not param[7].any() and not param[:, 33].any()
         bound = 0.0 if rank == 0 else 9.0
         assert abs(param[20, 100].item()) <= bound and abs(early) <= bound
 
