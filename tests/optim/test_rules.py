@@ -156,6 +156,27 @@ def test_o13_never_touched_rows_columns_and_elements() -> None:
         assert abs(param[20, 100].item()) <= bound and abs(early) <= bound
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"carry_rank": 0, "momentum_planes": 2}, {"states": "exact"}, {"master_bits": 24}]
+)
+def test_a_stack_of_experts_is_its_matrices_one_below_the_other(options) -> None:
+    """(E, m, n): rows of n inputs, column means shared by the experts, a carry where their matrices have one."""
+    ends = []
+    for shape in ((4, 64, 256), (256, 256)):
+        param = torch.nn.Parameter(torch.full(shape, 0.02, dtype=torch.bfloat16))
+        optimizer = lt.TernaryAdamW([param], lr=1e-2, **options)
+        for grad in gradients((256, 256), 5):
+            drive(optimizer, param, [grad.view(shape).bfloat16()])
+        assert (
+            all(value.shape[0] == 4 for name, value in optimizer.state[param].items() if "trits" in name)
+            or shape[0] > 4
+        )
+        again = lt.TernaryAdamW([param], lr=1e-2, **options)
+        again.load_state_dict(optimizer.state_dict())
+        ends.append((param.detach().view(256, 256), optimizer.report().state_bytes))
+    assert torch.equal(ends[0][0], ends[1][0]) and ends[0][1] == ends[1][1]
+
+
 @pytest.mark.parametrize("rank", [0, 4])
 def test_o13_a_stopped_element_stays_bounded_without_trend(rank: int) -> None:
     param = torch.nn.Parameter(torch.zeros(48, 256))

@@ -135,12 +135,12 @@ def test_a_column_takes_at_most_90_bytes(rows: int) -> None:
 
 
 def test_short_matrices_and_vectors_keep_momentum_and_say_so() -> None:
-    shapes = {"short": (21, 50), "high enough": (22, 50), "vector": (50,), "experts": (4, 64, 10)}
+    shapes = {"short": (21, 50), "high enough": (22, 50), "vector": (50,), "experts": (4, 64, 16)}
     optimizer = lt.TacoOneSparse([(name, nn.Parameter(torch.zeros(shape))) for name, shape in shapes.items()], lr=1e-3)
     report = {row.name: row for row in optimizer.report().rows}
     assert [row.storage for row in report.values()] == ["exact fp32", "one-sparse", "exact fp32", "one-sparse"]
     assert "21 rows" in report["short"].reason and report["vector"].reason == "vector"
-    assert report["experts"].state_bytes == 4 * 10 * 85 and "4 matrices" in report["experts"].reason
+    assert report["experts"].state_bytes == 4 * 16 * 85 and "4 matrices" in report["experts"].reason
     assert report["short"].state_bytes / 50 <= 90
 
 

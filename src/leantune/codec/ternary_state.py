@@ -14,7 +14,7 @@ from torch import Tensor
 
 from leantune.codec import log_ternary, ternary
 from leantune.codec.column_factors import ColumnFactors
-from leantune.codec.tiles import BlockGrid, Tile
+from leantune.codec.tiles import BlockGrid, Tile, is_stack, matrix_shape, row_dimensions
 from leantune.codec.trits import TRITS_PER_BYTE, pack_trits, packed_bytes, unpack_trits
 
 Spec = tuple[tuple[int, ...], torch.dtype]
@@ -23,12 +23,12 @@ REPLICATED = frozenset({"carry_columns", "carry_basis", "variance_columns"})
 """Tensors that belong to the columns: whole on every process where the rows are sharded."""
 
 
-def tensor_specs(rows: int, cols: int, block_size: int, planes: int, rank: int) -> dict[str, Spec]:
-    """Shape and dtype of every tensor of the state, by name. The first dimension is the parameter's rows, except in
-    `REPLICATED`."""
-    blocks = -(-cols // block_size)
-    trits: Spec = ((rows, packed_bytes(cols, block_size)), torch.uint8)
-    scalars: Spec = ((rows, blocks), torch.bfloat16)
+def tensor_specs(shape: tuple[int, ...], block_size: int, planes: int, rank: int) -> dict[str, Spec]:
+    """Shape and dtype of every tensor of a parameter's state, by name. They begin with the dimensions of its rows,
+    except in `REPLICATED`."""
+    lead, cols = row_dimensions(shape), matrix_shape(shape)[1]
+    trits: Spec = ((*lead, packed_bytes(cols, block_size)), torch.uint8)
+    scalars: Spec = ((*lead, -(-cols // block_size)), torch.bfloat16)
     specs = {"momentum_trits": trits, "momentum_scale": scalars}
     if planes == 2:
         specs |= {"momentum_trits_2": trits, "momentum_scale_2": scalars}
@@ -36,8 +36,19 @@ def tensor_specs(rows: int, cols: int, block_size: int, planes: int, rank: int) 
     specs["variance_columns"] = ((cols,), torch.float32)
     if rank:
         across: Spec = ((cols, rank), torch.bfloat16)
-        specs |= {"carry_rows": ((rows, rank), torch.bfloat16), "carry_columns": across, "carry_basis": across}
+        specs |= {"carry_rows": ((*lead, rank), torch.bfloat16), "carry_columns": across, "carry_basis": across}
     return specs
+
+
+def by_rows(
+    tensors: dict[str, Tensor], shape: tuple[int, ...], replicated: frozenset[str] = REPLICATED
+) -> dict[str, Tensor]:
+    """Views of the state tensors of a parameter of this ``shape`` in which the rows are one dimension."""
+    if not is_stack(shape):
+        return tensors
+    return {
+        name: value if name in replicated or value.dim() < 2 else value.flatten(0, 1) for name, value in tensors.items()
+    }
 
 
 class TernaryState:

@@ -1,12 +1,13 @@
 """Tiles: how a parameter of any size is walked through with bounded temporaries.
 
-A parameter of two or more dimensions is seen as a matrix (rows = shape[0], cols = the rest). A tile is a rectangle of
+A parameter of two or more dimensions is seen as a matrix (:func:`stack_of`). A tile is a rectangle of
 at most ``TILE_ELEMENTS`` elements (one row of one group of five blocks at least); its columns start on a group of five
 blocks, so that its packed trits are whole bytes.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,21 +16,57 @@ from leantune.codec.trits import packed_bytes
 
 TILE_ELEMENTS = 1 << 17
 """Elements of a tile: 512 KiB in fp32. A rule holds about a dozen temporaries of this size at once."""
+LEAST_EXPERT_COLUMNS = 16
+
+
+class Stack(NamedTuple):
+    """A parameter as ``matrices`` matrices of (rows, columns), one below the other in memory."""
+
+    matrices: int
+    rows: int
+    columns: int
+
+
+def stack_of(shape: torch.Size | tuple[int, ...]) -> Stack:
+    """How a parameter is seen.
+
+    (m, n) is one matrix. (E, m, n) is E matrices (experts) where m > E and n >= 16; otherwise, like everything with
+    more dimensions (convolutions), one matrix of (shape[0], the rest). A vector is one column, so that it is sharded by
+    rows as a matrix is.
+
+    >>> stack_of((5, 7)), stack_of((8, 64, 32)), stack_of((64, 32, 3)), stack_of((64, 32, 3, 3))[1:]
+    (Stack(matrices=1, rows=5, columns=7), Stack(matrices=8, rows=64, columns=32), \
+Stack(matrices=1, rows=64, columns=96), (64, 288))
+    """
+    if not shape:
+        return Stack(1, 1, 1)
+    if is_stack(shape):
+        return Stack(int(shape[0]), int(shape[1]), int(shape[2]))
+    columns = 1
+    for size in shape[1:]:
+        columns *= int(size)
+    return Stack(1, int(shape[0]), columns)
+
+
+def is_stack(shape: torch.Size | tuple[int, ...]) -> bool:
+    """Whether the first dimension counts matrices."""
+    return len(shape) == 3 and shape[1] > shape[0] and shape[2] >= LEAST_EXPERT_COLUMNS
 
 
 def matrix_shape(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
-    """(rows, cols) under which a parameter's elements are walked: (shape[0], the rest); a vector is one column, so that
-    it is sharded by rows as a matrix is.
+    """(rows, cols) under which a parameter's elements are walked: the matrices of its stack, one below the other.
 
-    >>> matrix_shape((8, 3, 5)), matrix_shape((7,)), matrix_shape(())
-    ((8, 15), (7, 1), (1, 1))
+    >>> matrix_shape((8, 3, 5)), matrix_shape((8, 64, 32)), matrix_shape((7,)), matrix_shape(())
+    ((8, 15), (512, 32), (7, 1), (1, 1))
     """
-    if not shape:
-        return 1, 1
-    cols = 1
-    for size in shape[1:]:
-        cols *= int(size)
-    return int(shape[0]), cols
+    matrices, rows, columns = stack_of(shape)
+    return matrices * rows, columns
+
+
+def row_dimensions(shape: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
+    """The leading dimensions of a state tensor that has an entry, or a line of them, for each row: (rows,), or (E, m)
+    for a stack, so that its first dimension is cut where the parameter's is."""
+    return tuple(shape[:2]) if is_stack(shape) else matrix_shape(shape)[:1]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leantune.codec.tiles import Tile, matrix_shape, tiles
+from leantune.codec.tiles import Tile, matrix_shape, row_dimensions, tiles
 from leantune.errors import InvalidArgumentError
 from leantune.optim.base import LeanOptimizer, check_common
 from leantune.optim.report import Spec, StateLayout
@@ -72,10 +72,9 @@ class AdaLomo(LeanOptimizer):
     def _layout(self, param: Tensor, group: dict[str, Any]) -> StateLayout:
         if param.dim() < 2:
             return StateLayout("exact fp32", "vector", {"variance": (tuple(param.shape), torch.float32)})
-        rows, cols = matrix_shape(param.shape)
         factors: dict[str, Spec] = {
-            "variance_rows": ((rows,), torch.float32),
-            "variance_columns": ((cols,), torch.float32),
+            "variance_rows": (row_dimensions(param.shape), torch.float32),
+            "variance_columns": (matrix_shape(param.shape)[1:], torch.float32),
         }
         replicated = frozenset({"variance_columns"})
         return StateLayout("factored", "row and column means of the second moment", factors, replicated)
@@ -90,7 +89,7 @@ class AdaLomo(LeanOptimizer):
             variance = state["variance"].view(grad.shape)
             gradient.average(variance, beta, group["eps"][0])
         else:
-            row_means, column_means = state["variance_rows"], state["variance_columns"]
+            row_means, column_means = state["variance_rows"].view(-1), state["variance_columns"]
             gradient.average_factors(row_means, column_means, beta, group["eps"][0])
             mean = shard.total(row_means.sum()) / shard.all_rows
 

@@ -95,7 +95,7 @@ class LeanOptimizer(torch.optim.Optimizer):
         layout = self._layout(param, group)
         for name, (shape, dtype) in layout.tensors.items():
             whole = name in layout.replicated or not is_sharded(param) or not shape
-            held = shape if whole else (shard.matrix.shape[0], *shape[1:])
+            held = shape if whole else (shard.held, *shape[1:])
             zeros = torch.zeros(held, dtype=dtype, device=shard.matrix.device)
             state[name] = zeros if whole else placed_like(param, zeros, shape)
 

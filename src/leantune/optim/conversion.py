@@ -14,7 +14,7 @@ from torch import Tensor
 from leantune.codec.column_factors import ColumnFactors
 from leantune.codec.counter_hash import low_fraction, random_bits, splitmix64, stream_key
 from leantune.codec.low_rank import initial_basis, next_basis
-from leantune.codec.ternary_state import TernaryState
+from leantune.codec.ternary_state import TernaryState, by_rows
 from leantune.codec.tiles import BlockGrid, Tile, matrix_shape, tiles
 from leantune.codec.trits import TRITS_PER_BYTE
 from leantune.errors import StateMismatchError
@@ -133,6 +133,7 @@ def _own_moments(source: dict[str, Any], param: Tensor, group: dict[str, Any]) -
         return lambda tile: (tile.of(u).to(param.device), tile.of(v).to(param.device))
     block = int(group["block_size"])
     here = {name: value.to(param.device) for name, value in source.items() if isinstance(value, Tensor)}
+    here = by_rows(here, tuple(param.shape))
     state = TernaryState(here, block)
 
     def read(tile: Tile) -> tuple[Tensor, Tensor]:
@@ -183,7 +184,7 @@ def _recoded(
                 tile.of(made[name].view(rows, cols)).copy_(value)
     elif rows * cols:
         key = stream_key(int(group["seed"]), step, optimizer._position(param))
-        _encode(made, int(group["block_size"]), walk, read, key)
+        _encode(by_rows(made, tuple(param.shape)), int(group["block_size"]), walk, read, key)
     return {**made, "step": torch.tensor(step, dtype=torch.int64)}
 
 

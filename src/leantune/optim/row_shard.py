@@ -24,6 +24,20 @@ class RowShard:
     shape: tuple[int, ...]
     groups: Sequence[Any] = ()
 
+    @property
+    def held(self) -> int:
+        """How much of the parameter's first dimension is here; a range of it from :attr:`first` on."""
+        return self.matrix.shape[0] // self._rows_each
+
+    @property
+    def first(self) -> int:
+        return self.first_row // self._rows_each
+
+    @property
+    def _rows_each(self) -> int:
+        """Rows of one place of the first dimension: 1, or those of a matrix of a stack."""
+        return max(1, self.all_rows // max(1, self.shape[0])) if self.shape else 1
+
     def viewed(self, shape: tuple[int, int]) -> "RowShard":
         """The same memory as another matrix; for a parameter that is wholly here."""
         return RowShard(self.matrix.view(shape), 0, shape[0], self.shape)
@@ -61,7 +75,8 @@ def row_shard(param: Any) -> RowShard:
     rows, cols = matrix_shape(param.shape)
     part = local(param).detach()
     matrix = part.view(part.numel() // max(cols, 1), cols)
-    return RowShard(matrix, offset[0] if offset else 0, rows, tuple(param.shape), groups)
+    rows_each = rows // max(1, param.shape[0]) if offset else 1
+    return RowShard(matrix, offset[0] * rows_each if offset else 0, rows, tuple(param.shape), groups)
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -97,7 +112,7 @@ def placed_like(param: Any, rows: Tensor, shape: tuple[int, ...]) -> Tensor:
 def rows_of(value: Any, param: Any, shard: RowShard) -> Tensor:
     """This process's rows of a saved state tensor: of a whole one, or of a DTensor, wherever it lies."""
     if not is_sharded(value):
-        part: Tensor = value[shard.first_row : shard.first_row + shard.matrix.shape[0]]
+        part: Tensor = value[shard.first : shard.first + shard.held]
         return part
     if value.device_mesh != param.device_mesh or value.placements != param.placements:
         value = value.redistribute(param.device_mesh, param.placements)

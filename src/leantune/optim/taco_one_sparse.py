@@ -22,7 +22,7 @@ from torch import Tensor
 
 from leantune.codec.counter_hash import high_half, random_bits, splitmix64
 from leantune.codec.float8 import decode_columns, encode_columns
-from leantune.codec.tiles import TILE_ELEMENTS, Tile, tiles
+from leantune.codec.tiles import TILE_ELEMENTS, Stack, Tile, stack_of, tiles
 from leantune.errors import InvalidArgumentError
 from leantune.optim.base import LeanOptimizer, check_common
 from leantune.optim.report import StateLayout
@@ -37,32 +37,6 @@ PANEL_COLUMNS = 2048
 """Columns walked together; a multiple of the 128 columns that share a key of random bits."""
 _INT16_ROWS = 1 << 16
 _HASH_BLOCK = 128
-
-
-class Stack(NamedTuple):
-    """A parameter as ``matrices`` matrices of (rows, columns), one below the other in memory."""
-
-    matrices: int
-    rows: int
-    columns: int
-
-
-def stack_of(shape: torch.Size | tuple[int, ...]) -> Stack:
-    """How a parameter of two or more dimensions is seen.
-
-    (m, n) is one matrix. (E, m, n) is E matrices (experts) where m > E, so that there are E n columns; otherwise, like
-    everything with more dimensions (convolutions), one matrix of (shape[0], the rest).
-
-    >>> stack_of((5, 7)), stack_of((8, 64, 32)), stack_of((64, 32, 3)), stack_of((64, 32, 3, 3))[1:]
-    (Stack(matrices=1, rows=5, columns=7), Stack(matrices=8, rows=64, columns=32), \
-Stack(matrices=1, rows=64, columns=96), (64, 288))
-    """
-    if len(shape) == 3 and shape[1] > shape[0]:
-        return Stack(int(shape[0]), int(shape[1]), int(shape[2]))
-    columns = 1
-    for size in shape[1:]:
-        columns *= int(size)
-    return Stack(1, int(shape[0]), columns)
 
 
 def slot_count(rows: int, wanted: int) -> int:
@@ -105,9 +79,9 @@ class TacoOneSparse(LeanOptimizer):
 
     Args:
         params: parameters, named parameters or groups. Contiguous float32, bfloat16 or float16. Two-dimensional ones
-            are (out, in); a column is ``param[:, j]``. For other shapes see :func:`stack_of`. Vectors keep fp32
-            momentum (4 bytes an element) and every element moves by lr against its sign. Matrices so short that fp32
-            momentum takes no more than the slots keep that, and move by the same rule.
+            are (out, in); a column is ``param[:, j]``. For other shapes see :func:`leantune.codec.tiles.stack_of`.
+            Vectors keep fp32 momentum (4 bytes an element) and every element moves by lr against its sign. Matrices so
+            short that fp32 momentum takes no more than the slots keep that, and move by the same rule.
         lr: what one entry moves in one step where m = n; there is no default that suits every model.
         beta: decay of the history, in [0, 1).
         weight_decay: decoupled: w is first multiplied by 1 - lr * weight_decay, all of it.

@@ -23,7 +23,7 @@ from torch import Tensor
 from leantune.codec.column_factors import ColumnFactors
 from leantune.codec.counter_hash import low_fraction, random_bits, splitmix64
 from leantune.codec.low_rank import initial_basis, next_basis
-from leantune.codec.ternary_state import REPLICATED, TernaryState, tensor_specs
+from leantune.codec.ternary_state import REPLICATED, TernaryState, by_rows, tensor_specs
 from leantune.codec.tiles import TILE_ELEMENTS, BlockGrid, Tile, matrix_shape, tiles
 from leantune.codec.trits import TRITS_PER_BYTE
 from leantune.errors import InvalidArgumentError
@@ -162,6 +162,7 @@ class TernaryAdamW(LeanOptimizer):
     def _apply(
         self, shard: RowShard, grad: Tensor, group: dict[str, Any], state: dict[str, Any], grad_scale: float, key: int
     ) -> None:
+        state = by_rows(state, shard.shape)
         weight = WeightMatrix(shard, group["rounding"], state.get("weight_remainder"), key)
         step = _Step(group, int(state["step"]), grad_scale, key, shard)
         if "momentum_trits" in state:
@@ -330,7 +331,7 @@ def _layout(
         exact = dict.fromkeys(("momentum", "variance"), (shape, torch.float32))
         return StateLayout("exact fp32", reason, exact | remainder)
     rank, note = _carry_rank(rows, cols, rank, planes)
-    return StateLayout("ternary", note, tensor_specs(rows, cols, block_size, planes, rank) | remainder, REPLICATED)
+    return StateLayout("ternary", note, tensor_specs(shape, block_size, planes, rank) | remainder, REPLICATED)
 
 
 def _reason_for_exact(shape: tuple[int, ...], cols: int, states: str) -> str:

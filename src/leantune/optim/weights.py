@@ -5,7 +5,7 @@ from torch import Tensor
 
 from leantune.codec.counter_hash import bits_at, high_half, random_bits
 from leantune.codec.rounding import join_24, round_stochastic_, split_24
-from leantune.codec.tiles import Tile, matrix_shape
+from leantune.codec.tiles import Tile, matrix_shape, row_dimensions
 from leantune.optim.row_shard import RowShard
 
 
@@ -67,7 +67,7 @@ class WeightMatrix:
 def master_spec(
     shape: tuple[int, ...], dtype: torch.dtype, master_bits: int | None
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """The state tensor that ``master_bits=24`` adds to a bfloat16 weight: int8 of (rows, cols), 1 byte a parameter."""
+    """The state tensor that ``master_bits=24`` adds to a bfloat16 weight: int8 of its rows, 1 byte a parameter."""
     if master_bits == 24 and dtype is torch.bfloat16:
-        return {"weight_remainder": (matrix_shape(shape), torch.int8)}
+        return {"weight_remainder": ((*row_dimensions(shape), matrix_shape(shape)[1]), torch.int8)}
     return {}
