@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 
+import psutil
 import pytest
 import torch
 from torch import Tensor, nn
@@ -329,3 +330,23 @@ def test_denormal_gradients_leave_weights_finite(states: str) -> None:
     param.grad = torch.full((64, 256), 1.4e-45)
     optimizer.step()
     assert torch.isfinite(param).all()
+
+
+@pytest.mark.slow
+def test_o15_offsets_hold_beyond_2_to_the_31_elements() -> None:
+    """524,289 x 4,096 in bfloat16: 4.3 GB of weights, 1 GB of state. One gradient for all rows: all are coded alike."""
+    if psutil.virtual_memory().available < 9 << 30:
+        pytest.skip("needs 9 GiB of free memory")
+    row = torch.randn(4096, generator=torch.Generator().manual_seed(0)).bfloat16()
+    param = torch.nn.Parameter(torch.zeros(524_289, 4096, dtype=torch.bfloat16))
+    assert param.numel() > 1 << 31
+    optimizer = lt.TernaryAdamW([param], lr=1e-2)
+    for _ in range(2):
+        param.grad = row.expand(param.shape)
+        optimizer.step()
+    state = optimizer.state[param]
+    for at in (1, 262_144, 524_287, 524_288):
+        for name in ("momentum_trits", "momentum_scale", "carry_rows"):
+            assert torch.equal(state[name][at], state[name][0]), (name, at)
+        assert (param[at].float() - param[0].float()).abs().max() <= 2**-7 * param[0].abs().max()
+        assert torch.equal(param[at].sign(), -row.sign())

@@ -60,6 +60,7 @@ def test_a_run_writes_a_model_a_log_plots_and_reports(tiny_model_path: str, rows
     log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     steps = [row for row in log if "loss" in row]
     assert len(steps) == 8 and all(row["grad_norm"] > 0 for row in steps)  # G5
+    assert all(0 < share <= 100 for row in steps for share in row["moved_pct"])  # O21
     assert result.held_out_after < result.held_out_before
     assert result.memory_by_part["weights"] > 0 and result.velora.saved_bytes > 0
     saved = weights(out)

@@ -9,9 +9,11 @@ from rich.console import Console
 from tiny_runs import tiny_config, without_pictures, write_rows
 from transformers import AutoModelForCausalLM
 
+import leantune as lt
 from leantune.errors import BackwardError, ConfigError, NonFiniteError
 from leantune.training.checkpoints import checkpoints
 from leantune.training.log import RunLog
+from leantune.training.moved import MovedShare
 from leantune.training.run import train
 from leantune.training.trainer import LeanTrainer, check_exact_loss
 
@@ -159,7 +161,7 @@ def test_p12_a_checkpoint_still_being_written_or_removed_is_not_taken(tmp_path: 
 
 def test_p12_a_log_cut_short_by_a_kill_is_read_and_trimmed(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").write_text('{"step": 1, "loss": 2}\n{"step": 2, "loss": 1}\n{"step": 3, "lo')
-    log = RunLog(tmp_path, append=True)
+    log = RunLog(tmp_path, MovedShare(), append=True)
 
     class State:
         global_step = 1
@@ -182,3 +184,31 @@ def test_a_failing_step_leaves_no_tracker_behind(tiny_model_path: str, rows: str
     with pytest.raises(RuntimeError, match="measured step"):
         train(config(tiny_model_path, rows, tmp_path / "out"), console=QUIET)
     assert _get_current_dispatch_mode() is None
+
+
+def test_o21_the_log_shows_a_group_whose_weights_stand_still() -> None:
+    """bfloat16 weights of 1, steps of 1e-4: to nearest none moves, stochastically a share of them does."""
+    groups = [torch.nn.Parameter(torch.ones(300, 400, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer = lt.AdamW(
+        [{"params": [groups[0]], "rounding": "nearest"}, {"params": [groups[1]], "rounding": "stochastic"}],
+        lr=1e-4,
+        weight_decay=0.0,
+    )
+
+    class State:
+        global_step, logging_steps = 0, 5
+
+    moved = MovedShare()
+    for number in range(6):
+        State.global_step = number
+        moved.on_step_begin(None, State(), None, optimizer=optimizer)
+        for param in groups:
+            param.grad = torch.randn(param.shape).bfloat16()
+        optimizer.step()
+        State.global_step = number + 1
+        moved.on_step_end(None, State(), None)
+        if number == 0:
+            first, moved.percent = moved.percent, None
+        assert (moved.percent is None) == (number < 4)  # steps 1 and 5 are logged
+    # A step of 1e-4 is a share of 1e-4 / 2^-7 (above 1) or 2^-8 (below 1) of a unit.
+    assert first[0] == moved.percent[0] == 0 and 0.5 < first[1] < 5

@@ -10,13 +10,15 @@ from transformers import TrainerCallback
 
 from leantune.memory import process_peak
 from leantune.memory.plots import plot_loss
+from leantune.training.moved import MovedShare
 
 
 class RunLog(TrainerCallback):
-    """Writes what transformers logs, with the time and the memory beside it; ``append`` goes on with an earlier
-    file."""
+    """Writes what transformers logs, with the time, the memory and the share of weights that ``moved`` beside it;
+    ``append`` goes on with an earlier file."""
 
-    def __init__(self, folder: Path, append: bool = False) -> None:
+    def __init__(self, folder: Path, moved: MovedShare, append: bool = False) -> None:
+        self._moved = moved
         self.path = folder / "log.jsonl"
         self.rows: list[dict[str, Any]] = []
         if append and self.path.exists():
@@ -26,6 +28,8 @@ class RunLog(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **rest: Any) -> None:
         """One row, appended."""
         row = {"step": state.global_step, **(logs or {}), "resident_bytes": process_peak().current}
+        if "loss" in row and self._moved.percent is not None:
+            row["moved_pct"] = self._moved.percent
         row["seconds"] = round(time.time() - self._start, 3)
         self.rows.append(row)
         with self.path.open("a", encoding="utf-8") as file:

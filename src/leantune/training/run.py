@@ -24,6 +24,7 @@ from leantune.training.config import TrainConfig
 from leantune.training.data import PreparedData, load_data
 from leantune.training.identity import check_identity, write_identity
 from leantune.training.log import RunLog
+from leantune.training.moved import MovedShare
 from leantune.training.optimizers import build_optimizer
 from leantune.training.progress import ProgressBar
 from leantune.training.summary import header, summary, write_summary
@@ -82,10 +83,11 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     write_identity(config, data, output)
     if plan is not None:
         plan.save(output)
-    log = RunLog(output, append=resume_from is not None)
+    moved = MovedShare()
+    log = RunLog(output, moved, append=resume_from is not None)
     probe, bar = _MemoryProbe(trainer), ProgressBar(console)
     trainer.remove_callback(PrinterCallback)
-    for callback in (log, probe, bar):
+    for callback in (moved, log, probe, bar):
         trainer.add_callback(callback)
     if resume_from is not None and velora is not None:
         velora.load(resume_from / VELORA_FILE)
