@@ -87,7 +87,7 @@ class LeanOptimizer(torch.optim.Optimizer):
         state["step"] += 1
         if param.numel():
             key = stream_key(int(group["seed"]), int(state["step"]), self._position(param))
-            here = {name: local(value) for name, value in state.items()}
+            here = {name: local(value) for name, value in state.items()} if is_sharded(param) else state
             self._apply(shard, local(grad).reshape(shard.matrix.shape), group, here, grad_scale, key)
 
     def _allocate(self, param: Tensor, group: dict[str, Any], state: dict[str, Any], shard: RowShard) -> None:

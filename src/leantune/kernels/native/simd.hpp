@@ -106,6 +106,27 @@ INLINE Floats pick(const Table &table, Ints digits) {
 }
 #endif
 
+// y += x, in fp64.
+#if WIDTH == 16
+INLINE void add_wide(double *y, Floats x) {
+    const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256((__m512)x));
+    const __m512d high = _mm512_cvtps_pd(_mm512_extractf32x8_ps((__m512)x, 1));
+    _mm512_storeu_pd(y, _mm512_add_pd(_mm512_loadu_pd(y), low));
+    _mm512_storeu_pd(y + 8, _mm512_add_pd(_mm512_loadu_pd(y + 8), high));
+}
+#elif WIDTH == 8
+INLINE void add_wide(double *y, Floats x) {
+    const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128((__m256)x));
+    const __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps((__m256)x, 1));
+    _mm256_storeu_pd(y, _mm256_add_pd(_mm256_loadu_pd(y), low));
+    _mm256_storeu_pd(y + 4, _mm256_add_pd(_mm256_loadu_pd(y + 4), high));
+}
+#else
+INLINE void add_wide(double *y, Floats x) {
+    for (int i = 0; i < WIDTH; i++) y[i] += (double)x[i];
+}
+#endif
+
 // Sixteen digits, 2 where `above` and 0 where `below` are all ones, else 1; returns how many are not 1. And the number of
 // zeros and twos among sixteen digits, added to the counts.
 #if WIDTH == 4

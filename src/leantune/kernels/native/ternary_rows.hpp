@@ -185,31 +185,13 @@ struct Group {
 
 // -- decode and rule --------------------------------------------------------------------------------------------------
 
-// u = beta1 U V^T of a row, for what the trits and the gradient are added to.
-static void start_from_carry(const LeantuneTernary *t, const Columns &columns, int64_t row, float *__restrict u) {
-    const int rank = t->rank;
-    const uint16_t *mine = t->carry_rows + row * rank;
-    int k = 0;
-    for (; k + 4 <= rank || k == 0; k += 4) {
-        const int count = rank - k < 4 ? rank - k : 4;
-        Floats factor[4] = {};
-        for (int j = 0; j < count; j++) factor[j] = all(t->beta1 * from_bf16(mine[k + j]));
+// u = beta1 U V^T of a row, for what the trits and the gradient are added to. `mine`: beta1 U.
+static void start_from_carry(const Columns &columns, const float *mine, int rank, float *__restrict u) {
+    for (int k = 0; k < rank; k++) {
+        const Floats factor = all(mine[k]);
         const float *column = columns.carried + k * columns.wide;
-        // A missing direction reads an existing one and counts for nothing.
-        const int64_t step1 = count > 1 ? columns.wide : 0, step2 = count > 2 ? 2 * columns.wide : 0,
-                      step3 = count > 3 ? 3 * columns.wide : 0;
-        for (int64_t i = 0; i < columns.span; i += WIDTH) {
-            Floats value = k ? load(u + i) : Floats{};
-            value = fma(factor[0], load(column + i), value);
-            value = fma(factor[1], load(column + step1 + i), value);
-            value = fma(factor[2], load(column + step2 + i), value);
-            store(u + i, fma(factor[3], load(column + step3 + i), value));
-        }
-    }
-    for (; k < rank; k++) {
-        const Floats factor = all(t->beta1 * from_bf16(mine[k]));
         for (int64_t i = 0; i < columns.span; i += WIDTH)
-            store(u + i, fma(factor, load(columns.carried + k * columns.wide + i), load(u + i)));
+            store(u + i, k ? fma(factor, load(column + i), load(u + i)) : factor * load(column + i));
     }
 }
 
@@ -226,17 +208,28 @@ struct Stored {
     uint16_t level, step;
 };
 
+// Where beta1 C of a block comes from: nowhere, from four products of U and V, or from `u`, where it already is.
+enum Carry { NONE, FOUR, READY };
+
+struct Carried {
+    const float *row, *columns;  // beta1 U of the row, (rank); V^T from the block's first column on
+    int64_t wide;
+};
+
 // A block's v and u of this step from what is stored and the gradient: u is left in `u`, v / f in `ratio`; returns the
-// sum of the latter. CARRIED: u holds beta1 C.
-template <bool CARRIED, class Element>
-static float rule(const LeantuneTernary *t, const Element *grad, const Stored &stored, const float *times, const float *over,
-                  float *u, float *ratio, int size) {
+// sum of the latter.
+template <Carry CARRY, class Element>
+static float rule(const LeantuneTernary *t, const Element *grad, const Stored &stored, const Carried &carried,
+                  const float *times, const float *over, float *u, float *ratio, int size) {
     const int32_t centre = (int32_t)((uint32_t)stored.level << 16), octaves = (int32_t)(from_bf16(stored.step) * OCTAVE);
     const Table old_u(-t->beta1 * stored.scale, 0.0f, t->beta1 * stored.scale);
     const Table old_v(t->beta2 * from_pattern((int64_t)centre - octaves), t->beta2 * from_pattern(centre),
                       t->beta2 * from_pattern((int64_t)centre + octaves));
     const Floats rest1 = all(t->rest1), rest2 = all(t->rest2), bias = all(__builtin_sqrtf(t->bias)), eps = all(t->eps),
                  factor = all(t->grad_scale);
+    Floats of_carry[4];
+    if (CARRY == FOUR)
+        for (int k = 0; k < 4; k++) of_carry[k] = all(carried.row[k]);
     Sum sum;
     for (int i = 0; i < size; i += 16)
         for (int p = 0; p < PARTS; p++) {
@@ -244,7 +237,9 @@ static float rule(const LeantuneTernary *t, const Element *grad, const Stored &s
             const Floats g = read(grad + at) * factor;
             const Floats v = fma(pick(old_v, widen(stored.variance + at)), load(times + at), rest2 * g * g);
             Floats before = pick(old_u, widen(stored.momentum + at));
-            if (CARRIED) before += load(u + at);
+            if (CARRY == FOUR)
+                for (int k = 0; k < 4; k++) before = fma(of_carry[k], load(carried.columns + k * carried.wide + at), before);
+            if (CARRY == READY) before += load(u + at);
             store(u + at, fma(g / fma(root(v), bias, eps), rest1, before));
             const Floats relative = v * load(over + at);
             store(ratio + at, relative);
@@ -253,18 +248,18 @@ static float rule(const LeantuneTernary *t, const Element *grad, const Stored &s
     return total(sum);
 }
 
-template <bool CARRIED>
-static float rule(const LeantuneTernary *t, int64_t offset, int present, const Stored &stored, const float *times,
-                  const float *over, float *work, float *u, float *ratio) {
+template <Carry CARRY>
+static float rule(const LeantuneTernary *t, int64_t offset, int present, const Stored &stored, const Carried &carried,
+                  const float *times, const float *over, float *work, float *u, float *ratio) {
     const int used = (present + 15) / 16 * 16;
     if (t->grad_column == 1 && present == used) {
         if (t->grad_dtype == LEANTUNE_FLOAT32)
-            return rule<CARRIED>(t, (const float *)t->grad + offset, stored, times, over, u, ratio, used);
-        return rule<CARRIED>(t, (const uint16_t *)t->grad + offset, stored, times, over, u, ratio, used);
+            return rule<CARRY>(t, (const float *)t->grad + offset, stored, carried, times, over, u, ratio, used);
+        return rule<CARRY>(t, (const uint16_t *)t->grad + offset, stored, carried, times, over, u, ratio, used);
     }
     read_row(t->grad, t->grad_dtype, offset, t->grad_column, present, work);
     fill(work, 0.0f, present, used);
-    return rule<CARRIED>(t, (const float *)work, stored, times, over, u, ratio, used);
+    return rule<CARRY>(t, (const float *)work, stored, carried, times, over, u, ratio, used);
 }
 
 // -- the second moment's encoding -------------------------------------------------------------------------------------
@@ -548,7 +543,9 @@ static void decode_row(const LeantuneTernary *t, const Columns &columns, const P
     float *u = panel.u + r * panel.wide, *ratio = panel.ratio + r * panel.wide;
     uint8_t *old = panel.old_trits + r * panel.wide;
     fetch(t->weight, t->weight_dtype, row * t->cols, t->cols);
-    if (t->rank) start_from_carry(t, columns, row, u);
+    float mine[MOST_RANK];
+    for (int k = 0; k < t->rank; k++) mine[k] = t->beta1 * from_bf16(t->carry_rows[row * t->rank + k]);
+    if (t->rank && t->rank != 4) start_from_carry(columns, mine, t->rank, u);
     for (int64_t left = 0; left < t->cols; left += 5 * t->block) {
         const Group g(t, row, left);
         unpack(t->momentum_trits[0] + g.bytes, g.n, panel.trits, g.padded);
@@ -560,9 +557,15 @@ static void decode_row(const LeantuneTernary *t, const Columns &columns, const P
             const Stored stored = {panel.trits + b * t->block, old + column, from_bf16(t->momentum_scale[0][scalar]),
                                    t->variance_level[scalar], t->variance_step[scalar]};
             const float *times = columns.times + column, *over = columns.over + column;
-            sums[column / t->block] =
-                t->rank ? rule<true>(t, offset, g.present(t, b), stored, times, over, panel.work, u + column, ratio + column)
-                        : rule<false>(t, offset, g.present(t, b), stored, times, over, panel.work, u + column, ratio + column);
+            const Carried carried = {mine, columns.carried + column, columns.wide};
+            const int present = g.present(t, b);
+            float *sum = sums + column / t->block;
+            if (!t->rank)
+                *sum = rule<NONE>(t, offset, present, stored, carried, times, over, panel.work, u + column, ratio + column);
+            else if (t->rank == 4)
+                *sum = rule<FOUR>(t, offset, present, stored, carried, times, over, panel.work, u + column, ratio + column);
+            else
+                *sum = rule<READY>(t, offset, present, stored, carried, times, over, panel.work, u + column, ratio + column);
             if (t->planes == 2)
                 add_plane(panel.second + b * t->block, t->beta1 * from_bf16(t->momentum_scale[1][scalar]), u + column, g.used(t, b));
         }
@@ -599,6 +602,22 @@ INLINE void take_direction(const float *u, const float *from, float *residual, i
     }
 }
 
+// The same for four directions of one row, `basis` and `products` (4, wide).
+static void take_four(const float *__restrict u, float *__restrict residual, int64_t wide, int64_t span, const float *__restrict basis,
+                      const float *stored, const float *exact, float *__restrict products) {
+    Floats taken[4], weight[4];
+    for (int k = 0; k < 4; k++) taken[k] = all(-stored[k]), weight[k] = all(exact[k]);
+    for (int64_t i = 0; i < span; i += WIDTH) {
+        const Floats value = load(u + i);
+        Floats rest = value;
+        for (int k = 0; k < 4; k++) {
+            rest = fma(taken[k], load(basis + k * wide + i), rest);
+            store(products + k * wide + i, fma(weight[k], value, load(products + k * wide + i)));
+        }
+        store(residual + i, rest);
+    }
+}
+
 // U = u V of R rows, stored as bf16; the residual u - U V^T; products += u^T U.
 template <int R>
 static void project(const LeantuneTernary *t, const Columns &columns, int64_t first, const float *u, float *residual, float *products) {
@@ -609,6 +628,11 @@ static void project(const LeantuneTernary *t, const Columns &columns, int64_t fi
     for (int i = 0; i < R * rank; i++) {
         t->carry_rows[first * rank + i] = to_bf16(exact[i]);
         stored[i] = from_bf16(t->carry_rows[first * rank + i]);
+    }
+    if (rank == 4) {
+        for (int r = 0; r < R; r++)
+            take_four(u + r * wide, residual + r * wide, wide, span, columns.basis, stored + 4 * r, exact + 4 * r, products);
+        return;
     }
     for (int k = 0; k < rank; k++)
         take_direction<R>(u, k ? residual : u, residual, wide, span, columns.basis + k * wide, stored + k, exact + k, rank,
@@ -751,17 +775,21 @@ static void exact_rows(const LeantuneTernary *t, float *momentum, float *varianc
 }
 
 template <class Element>
-static void square_rows(const LeantuneTernary *t, const Element *grad, int64_t top, int64_t bottom, double *columns) {
-    std::vector<float> scratch(4096);
-    float *__restrict square = scratch.data();
-    for (int64_t row = top; row < bottom; row++)
-        for (int64_t left = 0; left < t->cols; left += 4096) {
-            const int64_t n = t->cols - left < 4096 ? t->cols - left : 4096;
-            read_row(grad + row * t->grad_row + left * t->grad_column, t->grad_column, n, square);
-            double *__restrict column = columns + left;
-            const float factor = t->grad_scale;
-            for (int64_t i = 0; i < n; i++) column[i] += (double)((square[i] * factor) * (square[i] * factor));
+static void square_rows(const LeantuneTernary *t, const Element *grad, int64_t top, int64_t bottom, double *__restrict columns) {
+    const float factor = t->grad_scale;
+    for (int64_t row = top; row < bottom; row++) {
+        const Element *mine = grad + row * t->grad_row;
+        int64_t i = 0;
+        if (t->grad_column == 1)
+            for (; i + WIDTH <= t->cols; i += WIDTH) {
+                const Floats g = read(mine + i) * factor;
+                add_wide(columns + i, g * g);
+            }
+        for (; i < t->cols; i++) {
+            const float g = read_one(mine + i * t->grad_column) * factor;
+            columns[i] += (double)(g * g);
         }
+    }
 }
 
 // columns += g^2 over rows [top, bottom).
