@@ -40,8 +40,8 @@ static void run(int64_t rows, int64_t cols, int rank, int planes, int block, int
     Array<int8_t> low(count, [] { return rand() % 256 - 128; });
     Array<float> column_means(cols, means), new_means(cols, means);
     const int chunks = rows < 3 ? 1 : 3;
-    Array<float> products(chunks * rank * cols, zero);
-    Array<double> squares(chunks * cols, zero);
+    Array<float> products(rank * cols, zero);
+    Array<double> squares(cols, zero);
 
     LeantuneTernary t{};
     t.rows = rows, t.cols = cols, t.grad_row = cols, t.grad_column = 1, t.blocks_per_row = blocks, t.bytes_per_row = bytes;

@@ -232,10 +232,12 @@ class TernaryCall:
 
     def square_sums(self) -> Tensor:
         """Sums over these rows of the squared gradient, fp64 (cols,)."""
-        chunks = self._chunks(8 * self._call.cols, 4 * CHUNK_ELEMENTS)
-        partial = torch.zeros((chunks, self._call.cols), dtype=torch.float64, device="cpu")
-        _load()[0].leantune_ternary_squares(ctypes.byref(self._call), partial.data_ptr(), chunks)
-        return partial[0]
+        cols = self._call.cols
+        # dtype and device are named: the user may have set other defaults.
+        sums = torch.empty(cols, dtype=torch.float64, device="cpu")
+        chunks = self._chunks(8 * cols, 4 * CHUNK_ELEMENTS)
+        _load()[0].leantune_ternary_squares(ctypes.byref(self._call), sums.data_ptr(), chunks)
+        return sums
 
     def step(self, means: Tensor, basis: Tensor | None) -> Tensor | None:
         """Decode, rule, encode, move the weights.
@@ -246,12 +248,10 @@ class TernaryCall:
         """
         call, cols, rank = self._call, self._call.cols, self._call.rank
         self._code_against(means, basis)
-        chunks = self._chunks(4 * rank * cols)
-        # dtype and device are named: the user may have set other defaults.
-        partial = torch.zeros((chunks, rank, cols), dtype=torch.float32, device="cpu")
-        _load()[0].leantune_ternary_step(ctypes.byref(call), partial.data_ptr(), chunks)
+        products = torch.empty((rank, cols), dtype=torch.float32, device="cpu")
+        _load()[0].leantune_ternary_step(ctypes.byref(call), products.data_ptr(), self._chunks(4 * rank * cols))
         self._note_written(_WRITTEN)
-        return None if basis is None else partial[0].t()
+        return None if basis is None else products.t()
 
     def step_alone(self, means: Tensor, basis: Tensor | None) -> None:
         """:meth:`step` where all rows are here: what belongs to the columns is written too, in one call."""

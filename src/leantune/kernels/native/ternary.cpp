@@ -125,27 +125,35 @@ int leantune_use(const char *instructions) {
     return 1;
 }
 
-// The first of `chunks` rows of `size` numbers becomes their sum, in one order.
-template <class Number> static void add_up(Number *partial, int64_t size, int chunks) {
-    for (int chunk = 1; chunk < chunks; chunk++)
-        for (int64_t i = 0; i < size; i++) partial[i] += partial[chunk * size + i];
-}
+// Sums of `size` numbers over ranges of rows, kept apart until all are there.
+template <class Number> struct Partial {
+    int64_t size;
+    std::vector<Number> sums;
+    Partial(int64_t size, int chunks) : size(size), sums((size_t)(size * chunks)) {}
+    void add_up(Number *out) const {
+        for (int64_t i = 0; i < size; i++) out[i] = sums[i];
+        for (size_t at = size; at < sums.size(); at += size)
+            for (int64_t i = 0; i < size; i++) out[i] += sums[at + i];
+    }
+};
 
-void leantune_ternary_squares(const LeantuneTernary *t, double *partial, int chunks) {
+void leantune_ternary_squares(const LeantuneTernary *t, double *columns, int chunks) {
     const Variant *variant = chosen;
+    Partial<double> partial(t->cols, chunks);
 #pragma omp parallel for num_threads(t->threads) schedule(dynamic, 1)
     for (int chunk = 0; chunk < chunks; chunk++)
-        variant->squares(t, t->rows * chunk / chunks, t->rows * (chunk + 1) / chunks, partial + chunk * t->cols);
-    add_up(partial, t->cols, chunks);
+        variant->squares(t, t->rows * chunk / chunks, t->rows * (chunk + 1) / chunks, partial.sums.data() + chunk * t->cols);
+    partial.add_up(columns);
 }
 
-void leantune_ternary_step(const LeantuneTernary *t, float *partial, int chunks) {
-    chosen->step(t, partial, chunks);
-    add_up(partial, t->rank * t->cols, chunks);
+void leantune_ternary_step(const LeantuneTernary *t, float *products, int chunks) {
+    Partial<float> partial(t->rank * t->cols, chunks);
+    chosen->step(t, partial.sums.data(), chunks);
+    partial.add_up(products);
 }
 
 void leantune_ternary_step_alone(const LeantuneTernary *t, int chunks) {
-    std::vector<float> products((size_t)(chunks * t->rank * t->cols));
+    std::vector<float> products((size_t)(t->rank * t->cols));
     leantune_ternary_step(t, products.data(), chunks);
     std::memcpy(t->column_means, t->new_column_means, sizeof(float) * (size_t)t->cols);
     if (!t->rank) return;
@@ -174,6 +182,7 @@ float leantune_sum_of_squares(const void *values, int dtype, int64_t count, int 
 #pragma omp parallel for num_threads(threads) if (chunks > 1)
     for (int64_t c = 0; c < chunks; c++)
         partial[c] = variant->sum_of_squares(values, dtype, c * chunk, count - c * chunk < chunk ? count - c * chunk : chunk);
-    add_up(partial.data(), 1, (int)chunks);
-    return (float)partial[0];
+    double total = 0.0;
+    for (double part : partial) total += part;
+    return (float)total;
 }

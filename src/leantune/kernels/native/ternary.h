@@ -43,12 +43,11 @@ const char *leantune_instructions(void);
 /* Limit the instruction set ("avx512", "avx2", "portable"); returns 0, or 1 where this machine lacks it. */
 int leantune_use(const char *instructions);
 
-/* Sums of squares of the scaled gradient over the rows, fp64 (cols). `partial`: fp64 (chunks, cols), zeroed by the
-   caller; its first row is the result. Rows fall into `chunks` equal ranges, so sums do not depend on the threads. */
-void leantune_ternary_squares(const LeantuneTernary *t, double *partial, int chunks);
-/* Decode, rule, encode, move the weights. With a carry also Y = u^T u V, fp32 (rank, cols), in the first part of
-   `partial`: fp32 (chunks, rank, cols), zeroed by the caller. */
-void leantune_ternary_step(const LeantuneTernary *t, float *partial, int chunks);
+/* Sums of squares of the scaled gradient over the rows, fp64 (cols). Rows fall into `chunks` equal ranges, so sums do not
+   depend on the threads; the ranges' own sums are `chunks` times as large as the result while this runs. */
+void leantune_ternary_squares(const LeantuneTernary *t, double *columns, int chunks);
+/* Decode, rule, encode, move the weights. With a carry also `products`: Y = u^T u V, fp32 (rank, cols). */
+void leantune_ternary_step(const LeantuneTernary *t, float *products, int chunks);
 /* The same where all rows are here: what belongs to the columns (column_means, carry_columns, carry_basis), which
    leantune_ternary_step only reads, is written too. */
 void leantune_ternary_step_alone(const LeantuneTernary *t, int chunks);
