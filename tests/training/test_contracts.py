@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from leantune.errors import ConfigError, StateMismatchError
 from leantune.training import run as run_module
+from leantune.training.checkpoints import checkpoints
 from leantune.training.config import build_config
 from leantune.training.run import TrainResult, train
 from leantune.training.trainer import LeanTrainer
@@ -59,6 +60,30 @@ def test_p13_resuming_in_a_later_epoch_continues_bit_for_bit_and_is_measured(
 
 
 @pytest.mark.usefixtures("light")
+@pytest.mark.usefixtures("light")
+@pytest.mark.parametrize("length", [{"max_steps": 5}, {"num_train_epochs": 2, "max_steps": -1}])
+def test_p13_resuming_a_finished_run_changes_nothing(tiny_model_path: str, rows: str, tmp_path: Path, length) -> None:
+    """In the middle of an epoch, where transformers would take one step more, and at the end of one."""
+    out, more = tmp_path / "out", {**length, "save_steps": 5, "lr_scheduler_type": "constant"}
+    train(config(tiny_model_path, rows, out, **more), console=QUIET)
+
+    def files() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+    before = files()
+    with pytest.raises(ConfigError, match=r"is finished: checkpoint-\d+ is its last step.*Raise max_steps"):
+        train(config(tiny_model_path, rows, out, resume=True, **more), console=QUIET)
+    assert files() == before
+    # Killed between its last checkpoint and the model: only the model is written.
+    (out / "model.safetensors").unlink()
+    result = train(config(tiny_model_path, rows, out, resume=True, **more), console=QUIET)
+    assert (out / "model.safetensors").read_bytes() == before[out / "model.safetensors"]
+    assert result.peak_bytes == 0 and "Memory of" not in (out / "summary.md").read_text()
+    assert [path.name for path in checkpoints(out)] == [
+        path.name for path in sorted({p.parent for p in before if p.parent.name.startswith("checkpoint")})
+    ]
+
+
 def test_p13_a_run_is_not_resumed_as_another_one(tiny_model_path: str, rows: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     train(config(tiny_model_path, rows, out, save_steps=2, max_steps=2), console=QUIET)

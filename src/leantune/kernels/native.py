@@ -279,5 +279,5 @@ class TernaryCall:
     def _chunks(self, size: int, elements_each: int = CHUNK_ELEMENTS) -> int:
         """Fixed ranges of rows whose sums, ``size`` bytes each, are kept apart; whatever the number of threads."""
         elements = self._call.rows * self._call.cols
-        most = min(MAX_CHUNKS, self._call.rows, CHUNK_BYTES // max(1, size))
-        return max(1, min(most, elements // elements_each))
+        most = min(MAX_CHUNKS, self._call.rows, CHUNK_BYTES // max(1, size), elements // elements_each)
+        return 1 << max(0, most.bit_length() - 1)  # a power of two: shared evenly by two, four, eight threads

@@ -50,6 +50,14 @@ def check_checkpoint(folder: Path, config: TrainConfig) -> None:
         )
 
 
+def at_the_end(folder: Path, config: TrainConfig) -> bool:
+    """Whether a checkpoint lies where the run that ``config`` describes ends, or past it."""
+    progress = json.loads((folder / _PROGRESS).read_text(encoding="utf-8"))
+    if config.max_steps > 0:
+        return int(progress["global_step"]) >= config.max_steps
+    return float(progress.get("epoch") or 0) >= config.num_train_epochs - 1e-6
+
+
 def _damage(path: Path) -> str:
     """What is wrong with a file of a checkpoint, or "". The sizes written in the files' own headers are compared."""
     try:

@@ -19,7 +19,7 @@ from leantune.errors import ConfigError, InvalidArgumentError
 from leantune.kernels.half_linear import use_fp32_products
 from leantune.memory import MemoryTimeline, MemoryTracker, Plan, format_bytes, parse_size, plan_run
 from leantune.memory.plots import plot_memory
-from leantune.training.checkpoints import VELORA_FILE, check_checkpoint, checkpoints, holds_model
+from leantune.training.checkpoints import VELORA_FILE, at_the_end, check_checkpoint, checkpoints, holds_model
 from leantune.training.config import TrainConfig
 from leantune.training.data import PreparedData, load_data
 from leantune.training.identity import check_identity, write_identity
@@ -63,8 +63,11 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     set_seed(config.seed)
     tokenizer = _tokenizer(config)
     data = load_data(config, tokenizer)
+    finished = False
     if resume_from is not None:
         check_identity(config, data, output)
+        finished = at_the_end(resume_from, config)
+        _refuse_nothing_to_do(finished, resume_from, output)
     model = _model(config)
     if config.exact_savings:
         check_exact_loss(model)
@@ -94,7 +97,10 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     before = trainer.held_out_loss()
     start = time.perf_counter()
     try:
-        trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
+        if finished:  # stopped after its last checkpoint, before the model was written
+            trainer._load_from_checkpoint(str(resume_from))
+        else:
+            trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
     finally:
         probe.stop()
         bar.stop()
@@ -168,6 +174,14 @@ def _checkpoint_to_resume(config: TrainConfig, output: Path) -> Path | None:
             "on from it, or another output_dir"
         )
     return None
+
+
+def _refuse_nothing_to_do(finished: bool, resume_from: Path, output: Path) -> None:
+    if finished and holds_model(output):
+        raise ConfigError(
+            f"- resume: the run in {output} is finished: {resume_from.name} is its last step, and its model is there. "
+            "Nothing has been changed. Raise max_steps or num_train_epochs to go on"
+        )
 
 
 def _refuse_unwritable(output: Path) -> None:

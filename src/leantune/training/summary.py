@@ -103,7 +103,7 @@ def write_summary(config: TrainConfig, result: "TrainResult") -> None:
         "held_out_before": result.held_out_before,
         "held_out_after": result.held_out_after,
         "tokens_per_second": result.tokens_per_second,
-        "peak_bytes": result.peak_bytes,
+        "peak_bytes": result.peak_bytes or None,
         "planned_peak_bytes": result.plan.total if result.plan else None,
         "memory_by_part_at_peak": result.memory_by_part,
         "velora_saved_bytes": result.velora.saved_bytes if result.velora else None,
@@ -111,7 +111,8 @@ def write_summary(config: TrainConfig, result: "TrainResult") -> None:
     (result.output_dir / "summary.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     lines = ["# leantune run", "", "| | |", "|---|---|"]
     lines += [f"| {key.replace('_', ' ')} | {value} |" for key, value in figures.items() if not isinstance(value, dict)]
-    lines += ["", "Memory of one measured step, at its peak:", "", "| part | bytes |", "|---|---:|"]
+    if result.memory_by_part:
+        lines += ["", "Memory of one measured step, at its peak:", "", "| part | bytes |", "|---|---:|"]
     lines += [f"| {LABELS.get(part, part)} | {size:,} |" for part, size in result.memory_by_part.items() if size]
     (result.output_dir / "summary.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -125,7 +126,8 @@ def summary(console: Console, config: TrainConfig, result: "TrainResult") -> Non
         if size:
             table.add_row(LABELS.get(part, part), format_bytes(size))
     table.add_row("total", format_bytes(result.peak_bytes))
-    console.print(table)
+    if result.memory_by_part:
+        console.print(table)
     if result.velora is not None:
         kept = f"{format_bytes(result.velora.exact_bytes)} of inputs kept as {format_bytes(result.velora.kept_bytes)}"
         console.print(f"VeLoRA: {format_bytes(result.velora.saved_bytes)} saved ({kept})", highlight=False)

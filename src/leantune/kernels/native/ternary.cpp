@@ -128,12 +128,16 @@ int leantune_use(const char *instructions) {
 // Sums of `size` numbers over ranges of rows, kept apart until all are there.
 template <class Number> struct Partial {
     int64_t size;
-    std::vector<Number> sums;
-    Partial(int64_t size, int chunks) : size(size), sums((size_t)(size * chunks)) {}
-    void add_up(Number *out) const {
-        for (int64_t i = 0; i < size; i++) out[i] = sums[i];
-        for (size_t at = size; at < sums.size(); at += size)
-            for (int64_t i = 0; i < size; i++) out[i] += sums[at + i];
+    int chunks;
+    std::unique_ptr<Number[]> sums;  // written by whoever has the range
+    Partial(int64_t size, int chunks) : size(size), chunks(chunks), sums(new Number[(size_t)(size * chunks)]) {}
+    Number *of(int chunk) { return sums.get() + size * chunk; }
+    void add_up(Number *out) {
+        std::memcpy(out, sums.get(), sizeof(Number) * (size_t)size);
+        for (int chunk = 1; chunk < chunks; chunk++) {
+            const Number *part = of(chunk);
+            for (int64_t i = 0; i < size; i++) out[i] += part[i];
+        }
     }
 };
 
@@ -142,13 +146,13 @@ void leantune_ternary_squares(const LeantuneTernary *t, double *columns, int chu
     Partial<double> partial(t->cols, chunks);
 #pragma omp parallel for num_threads(t->threads) schedule(dynamic, 1)
     for (int chunk = 0; chunk < chunks; chunk++)
-        variant->squares(t, t->rows * chunk / chunks, t->rows * (chunk + 1) / chunks, partial.sums.data() + chunk * t->cols);
+        variant->squares(t, t->rows * chunk / chunks, t->rows * (chunk + 1) / chunks, partial.of(chunk));
     partial.add_up(columns);
 }
 
 void leantune_ternary_step(const LeantuneTernary *t, float *products, int chunks) {
     Partial<float> partial(t->rank * t->cols, chunks);
-    chosen->step(t, partial.sums.data(), chunks);
+    chosen->step(t, partial.of(0), chunks);
     partial.add_up(products);
 }
 

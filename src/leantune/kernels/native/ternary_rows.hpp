@@ -140,29 +140,32 @@ struct Columns {
     }
 };
 
+// Memory of this thread that outlives the call: giving it back each time would have the system clear it each time.
+template <class Number> static Number *kept(size_t size) {
+    static thread_local std::vector<Number> memory;
+    if (memory.size() < size) memory.resize(size);
+    return memory.data();
+}
+
 // Up to four rows between their decoding and their encoding, (4, wide) each, and scratch for one group: five
 // neighbouring blocks of a row (the last of a row fewer), whose trits share bytes.
 struct Panel {
     int64_t wide;
     int rows;  // that fit: four, or fewer where four would leave the caches
-    std::unique_ptr<float[]> memory;
-    std::unique_ptr<uint8_t[]> bytes;
     float *u, *ratio, *residual, *offset, *work, *second_work;
     uint32_t *bits;
     uint8_t *old_trits, *trits, *second;
 
     Panel(const LeantuneTernary *t, const Columns &columns) : wide(columns.wide), rows(columns.wide <= 2048 ? 4 : columns.wide <= 8192 ? 2 : 1) {
         const int64_t group = 5 * (int64_t)t->block + 16, size = rows * wide;
-        memory.reset(new float[(size_t)((t->rank ? 3 : 2) * size + 4 * group)]);
-        u = memory.get();
+        u = kept<float>((size_t)((t->rank ? 3 : 2) * size + 4 * group));
         ratio = u + size;
         residual = t->rank ? ratio + size : u;  // without a carry the residual is u itself, until a plane is taken off
         offset = ratio + size * (t->rank ? 2 : 1);
         work = offset + group;
         second_work = work + group;
         bits = (uint32_t *)(second_work + group);
-        bytes.reset(new uint8_t[(size_t)(size + 3 * group)]);
-        old_trits = bytes.get();
+        old_trits = kept<uint8_t>((size_t)(size + 3 * group));
         trits = old_trits + size + group;  // unpack() writes up to four digits behind the last
         second = trits + group;
     }
@@ -777,6 +780,7 @@ static void exact_rows(const LeantuneTernary *t, float *momentum, float *varianc
 template <class Element>
 static void square_rows(const LeantuneTernary *t, const Element *grad, int64_t top, int64_t bottom, double *__restrict columns) {
     const float factor = t->grad_scale;
+    std::memset(columns, 0, sizeof(double) * (size_t)t->cols);
     for (int64_t row = top; row < bottom; row++) {
         const Element *mine = grad + row * t->grad_row;
         int64_t i = 0;
@@ -792,7 +796,7 @@ static void square_rows(const LeantuneTernary *t, const Element *grad, int64_t t
     }
 }
 
-// columns += g^2 over rows [top, bottom).
+// columns = sums of g^2 over rows [top, bottom).
 static void square_rows(const LeantuneTernary *t, int64_t top, int64_t bottom, double *columns) {
     if (t->grad_dtype == LEANTUNE_FLOAT32)
         square_rows(t, (const float *)t->grad, top, bottom, columns);
