@@ -177,6 +177,22 @@ def test_a_stack_of_experts_is_its_matrices_one_below_the_other(options) -> None
     assert torch.equal(ends[0][0], ends[1][0]) and ends[0][1] == ends[1][1]
 
 
+@pytest.mark.parametrize(("options", "most"), [({}, 60), ({"carry_rank": 0}, 40), ({"states": "exact"}, 15)])
+def test_columns_that_wake_late_take_large_steps_within_a_bound(options: dict[str, object], most: float) -> None:
+    """Silent for 1,400 steps, then a gradient: single steps of many lr, the same way over a hundred steps."""
+    param = torch.nn.Parameter(torch.zeros(64, 128))
+    optimizer = lt.TernaryAdamW([param], lr=1.0, weight_decay=0.0, **options)
+    largest = 0.0
+    for number, grad in enumerate(gradients((64, 128), 1500)):
+        woken, before = number >= 1400, param.detach().clone()
+        grad[:, ::3] = grad[:, ::3] + 0.5 if woken else 0.0
+        drive(optimizer, param, [grad])
+        if woken:
+            largest = max(largest, (param.detach() - before)[:, ::3].abs().max().item())
+    assert largest < most
+    assert 150 < -param[:, ::3].mean() < 250  # torch AdamW: about 180
+
+
 @pytest.mark.parametrize("rank", [0, 4])
 def test_o13_a_stopped_element_stays_bounded_without_trend(rank: int) -> None:
     param = torch.nn.Parameter(torch.zeros(48, 256))
