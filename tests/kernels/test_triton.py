@@ -195,7 +195,7 @@ def test_square_sums_of_scaled_gradients() -> None:
 @runs
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_process_without_rows_adds_nothing_to_the_sums(rank: int) -> None:
-    cols, specs = 200, tensor_specs(0, 200, 128, 1, rank)
+    cols, specs = 200, tensor_specs((0, 200), 128, 1, rank)
     state = {name: torch.zeros(shape, dtype=dtype, device=DEVICE) for name, (shape, dtype) in specs.items()}
     weight = torch.zeros((0, cols), dtype=BF16, device=DEVICE)
     means, basis = torch.ones(cols, device=DEVICE), torch.ones((cols, 2), dtype=BF16, device=DEVICE)
