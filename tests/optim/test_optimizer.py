@@ -341,9 +341,8 @@ def test_o15_offsets_hold_beyond_2_to_the_31_elements() -> None:
     param = torch.nn.Parameter(torch.zeros(524_289, 4096, dtype=torch.bfloat16))
     assert param.numel() > 1 << 31
     optimizer = lt.TernaryAdamW([param], lr=1e-2)
-    for _ in range(2):
-        param.grad = row.expand(param.shape)
-        optimizer.step()
+    param.grad = row.expand(param.shape)
+    optimizer.step()
     state = optimizer.state[param]
     for at in (1, 262_144, 524_287, 524_288):
         for name in ("momentum_trits", "momentum_scale", "carry_rows"):

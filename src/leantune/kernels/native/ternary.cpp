@@ -133,6 +133,7 @@ template <class Number> struct Partial {
     Partial(int64_t size, int chunks) : size(size), chunks(chunks), sums(new Number[(size_t)(size * chunks)]) {}
     Number *of(int chunk) { return sums.get() + size * chunk; }
     void add_up(Number *out) {
+        if (!size) return;
         std::memcpy(out, sums.get(), sizeof(Number) * (size_t)size);
         for (int chunk = 1; chunk < chunks; chunk++) {
             const Number *part = of(chunk);
