@@ -40,14 +40,12 @@ def tensor_specs(shape: tuple[int, ...], block_size: int, planes: int, rank: int
     return specs
 
 
-def by_rows(
-    tensors: dict[str, Tensor], shape: tuple[int, ...], replicated: frozenset[str] = REPLICATED
-) -> dict[str, Tensor]:
+def by_rows(tensors: dict[str, Tensor], shape: tuple[int, ...]) -> dict[str, Tensor]:
     """Views of the state tensors of a parameter of this ``shape`` in which the rows are one dimension."""
     if not is_stack(shape):
         return tensors
     return {
-        name: value if name in replicated or value.dim() < 2 else value.flatten(0, 1) for name, value in tensors.items()
+        name: value if name in REPLICATED or value.dim() < 2 else value.flatten(0, 1) for name, value in tensors.items()
     }
 
 

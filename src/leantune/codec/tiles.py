@@ -69,6 +69,11 @@ def row_dimensions(shape: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
     return tuple(shape[:2]) if is_stack(shape) else matrix_shape(shape)[:1]
 
 
+def rows_each(shape: torch.Size | tuple[int, ...]) -> int:
+    """Rows of one place of the first dimension: those of a matrix of a stack, else 1."""
+    return stack_of(shape).rows if is_stack(shape) else 1
+
+
 @dataclass(frozen=True)
 class Tile:
     """A rectangle of a matrix: rows [top, bottom), columns [left, right)."""

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leantune.codec.ternary_state import REPLICATED
-
 INTERFACE = 3
 """The version of native/ternary.h that this module mirrors."""
 CHUNK_BYTES = 2 << 20
@@ -22,12 +20,6 @@ CHUNK_BYTES = 2 << 20
 CHUNK_ELEMENTS = 1 << 15
 """Elements of the parameter in a chunk, at least: enough to hide its start."""
 MAX_CHUNKS = 64
-_WRITTEN = frozenset(
-    {
-        *("momentum_trits", "momentum_scale", "momentum_trits_2", "momentum_scale_2"),
-        *("variance_trits", "variance_level", "variance_step", "carry_rows", "weight_remainder"),
-    }
-)
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _FOLDER = Path(__file__).parent
 
@@ -145,6 +137,12 @@ def squared_norm(values: Tensor) -> Tensor | None:
     return torch.tensor(total, dtype=torch.float32, device="cpu")
 
 
+def note_written(weight: Tensor, state: dict[str, Any]) -> None:
+    """Tell autograd what a kernel wrote behind its back: the weight and its state."""
+    written = (value for name, value in state.items() if name != "step")
+    torch.autograd.graph.increment_version([weight, *written])
+
+
 def exact_step(
     weight: Tensor, grad: Tensor, state: dict[str, Any], block_size: int, key: int, first_row: int = 0, **rule: float
 ) -> None:
@@ -153,8 +151,7 @@ def exact_step(
     call = _call(weight, grad, state, block_size, key, first_row, rule)
     momentum, variance = state["momentum"], state["variance"]
     _load()[0].leantune_exact_step(ctypes.byref(call), momentum.data_ptr(), variance.data_ptr())
-    remainder = [state["weight_remainder"]] if "weight_remainder" in state else []
-    torch.autograd.graph.increment_version([weight, momentum, variance, *remainder])
+    note_written(weight, state)
 
 
 def _call(
@@ -250,7 +247,7 @@ class TernaryCall:
         self._code_against(means, basis)
         products = torch.empty((rank, cols), dtype=torch.float32, device="cpu")
         _load()[0].leantune_ternary_step(ctypes.byref(call), products.data_ptr(), self._chunks(4 * rank * cols))
-        self._note_written(_WRITTEN)
+        note_written(self._weight, self._state)
         return None if basis is None else products.t()
 
     def step_alone(self, means: Tensor, basis: Tensor | None) -> None:
@@ -258,16 +255,11 @@ class TernaryCall:
         self._code_against(means, basis)
         chunks = self._chunks(4 * self._call.rank * self._call.cols)
         _load()[0].leantune_ternary_step_alone(ctypes.byref(self._call), chunks)
-        self._note_written(_WRITTEN | REPLICATED)
+        note_written(self._weight, self._state)
 
     def _code_against(self, means: Tensor, basis: Tensor | None) -> None:
         self._call.new_column_means = means.data_ptr()
         self._call.basis = None if basis is None else basis.data_ptr()
-
-    def _note_written(self, names: frozenset[str]) -> None:
-        """Pointers are written behind autograd's back."""
-        written = [value for name, value in self._state.items() if name in names]
-        torch.autograd.graph.increment_version([self._weight, *written])
 
     @staticmethod
     def next_basis(products: Tensor, basis: Tensor) -> Tensor:

@@ -204,13 +204,15 @@ def _encode(tensors: dict[str, Tensor], block: int, walk: list[Tile], read: Mome
             momentum = read(tile)[0]
             products.addmm_(momentum.t(), momentum @ bases[-1].float())
         bases.append(next_basis(products, bases[-1]))
+    carry_columns = (bases[-1] * live, bases[-1]) if bases else None
     for tile in walk:
         grid = BlockGrid(tile.cols, block, device)
         bits = random_bits(key, tile.top, tile.rows, tile.left // block, grid.blocks, block, device)
         momentum, variance = read(tile)
         values = grid.split(variance).contiguous()
         state.write_variance(tile, grid, values, torch.zeros_like(values), low_fraction(bits), factors)
-        projector = bases[-1] * live if bases else None
-        carry = None if projector is None else ((momentum @ projector.float()).to(torch.bfloat16), projector)
+        carry = None
+        if carry_columns is not None:
+            carry = (momentum @ carry_columns[0].float()).to(torch.bfloat16), carry_columns[0]
         state.write_momentum(tile, grid, grid.split(momentum), carry)
-    state.write_columns(means, (bases[-1] * live, bases[-1]) if bases else None)
+    state.write_columns(means, carry_columns)

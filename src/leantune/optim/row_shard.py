@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leantune.codec.tiles import matrix_shape
+from leantune.codec.tiles import matrix_shape, rows_each
 from leantune.errors import InvalidTypeError
 
 
@@ -27,16 +27,12 @@ class RowShard:
     @property
     def held(self) -> int:
         """How much of the parameter's first dimension is here; a range of it from :attr:`first` on."""
-        return self.matrix.shape[0] // self._rows_each
+        return self.matrix.shape[0] // rows_each(self.shape)
 
     @property
     def first(self) -> int:
-        return self.first_row // self._rows_each
-
-    @property
-    def _rows_each(self) -> int:
-        """Rows of one place of the first dimension: 1, or those of a matrix of a stack."""
-        return max(1, self.all_rows // max(1, self.shape[0])) if self.shape else 1
+        """Where that range begins."""
+        return self.first_row // rows_each(self.shape)
 
     def viewed(self, shape: tuple[int, int]) -> "RowShard":
         """The same memory as another matrix; for a parameter that is wholly here."""
@@ -75,8 +71,8 @@ def row_shard(param: Any) -> RowShard:
     rows, cols = matrix_shape(param.shape)
     part = local(param).detach()
     matrix = part.view(part.numel() // max(cols, 1), cols)
-    rows_each = rows // max(1, param.shape[0]) if offset else 1
-    return RowShard(matrix, offset[0] * rows_each if offset else 0, rows, tuple(param.shape), groups)
+    first_row = offset[0] * rows_each(param.shape) if offset else 0
+    return RowShard(matrix, first_row, rows, tuple(param.shape), groups)
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -139,8 +139,7 @@ class TernaryAdamW(LeanOptimizer):
             )
 
     def _layout(self, param: Tensor, group: dict[str, Any]) -> StateLayout:
-        settings = (group[key] for key in ("states", "block_size", "momentum_planes", "carry_rank", "master_bits"))
-        return _layout(tuple(param.shape), param.dtype, *settings)
+        return _layout(tuple(param.shape), param.dtype, *(group[key] for key in self.structural))
 
     def exact_state_dict(self) -> dict[str, Any]:
         """This state as torch.optim.AdamW's: fp32 moments, 8 bytes a parameter, and its groups' settings.
@@ -323,7 +322,8 @@ class _Step:
 def _layout(
     shape: tuple[int, ...], dtype: torch.dtype, states: str, block_size: int, planes: int, rank: int, master: int | None
 ) -> StateLayout:
-    """The layout of a parameter's state, which every step compares with what is there."""
+    """The layout of a parameter's state, which every step compares with what is there. The settings are those of
+    ``TernaryAdamW.structural``, in its order."""
     remainder = master_spec(shape, dtype, master)
     rows, cols = matrix_shape(shape)
     reason = _reason_for_exact(shape, cols, states)

@@ -63,11 +63,9 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     set_seed(config.seed)
     tokenizer = _tokenizer(config)
     data = load_data(config, tokenizer)
-    finished = False
     if resume_from is not None:
         check_identity(config, data, output)
-        finished = at_the_end(resume_from, config)
-        _refuse_nothing_to_do(finished, resume_from, output)
+    finished = resume_from is not None and _only_the_model_is_missing(config, resume_from, output)
     model = _model(config)
     if config.exact_savings:
         check_exact_loss(model)
@@ -97,7 +95,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     before = trainer.held_out_loss()
     start = time.perf_counter()
     try:
-        if finished:  # stopped after its last checkpoint, before the model was written
+        if finished:
             trainer._load_from_checkpoint(str(resume_from))
         else:
             trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
@@ -176,12 +174,15 @@ def _checkpoint_to_resume(config: TrainConfig, output: Path) -> Path | None:
     return None
 
 
-def _refuse_nothing_to_do(finished: bool, resume_from: Path, output: Path) -> None:
+def _only_the_model_is_missing(config: TrainConfig, resume_from: Path, output: Path) -> bool:
+    """Whether the run stopped after its last checkpoint, before its model was written; ConfigError where both are."""
+    finished = at_the_end(resume_from, config)
     if finished and holds_model(output):
         raise ConfigError(
             f"- resume: the run in {output} is finished: {resume_from.name} is its last step, and its model is there. "
             "Nothing has been changed. Raise max_steps or num_train_epochs to go on"
         )
+    return finished
 
 
 def _refuse_unwritable(output: Path) -> None:
