@@ -40,7 +40,6 @@ static void run(int64_t rows, int64_t cols, int rank, int planes, int block, int
     Array<uint8_t> momentum(rows * bytes, trits), second(rows * bytes, trits), variance(rows * bytes, trits);
     Array<int8_t> low(count, [] { return rand() % 256 - 128; });
     Array<float> column_means(cols, means), new_means(cols, means);
-    const int chunks = rows < 3 ? 1 : 3;
     Array<float> products(rank * cols, zero);
     Array<double> squares(cols, zero);
 
@@ -58,12 +57,18 @@ static void run(int64_t rows, int64_t cols, int rank, int planes, int block, int
     t.carry_rows = carry_rows.data, t.carry_columns = carry_columns.data, t.carry_basis = carry_basis.data;
     t.basis = basis.data, t.column_means = column_means.data, t.new_column_means = new_means.data;
 
-    leantune_ternary_squares(&t, squares.data, chunks);
-    leantune_ternary_step(&t, products.data, chunks);
-    leantune_ternary_step_alone(&t, chunks);
+    const LeantuneTernary *parameters[] = {&t, &t};
+    leantune_ternary_squares(&t, squares.data);
+    for (int refresh : {1, 0}) {
+        t.refresh = refresh;
+        leantune_ternary_step(&t, products.data);
+        leantune_update(parameters, 2);
+    }
     t.block = (int)(cols < 128 ? cols : 128);
-    leantune_exact_step(&t, exact_momentum.data, exact_variance.data);
-    leantune_sum_of_squares(t.grad, grad_dtype, count, 1);
+    t.exact_momentum = exact_momentum.data, t.exact_variance = exact_variance.data;
+    leantune_update(parameters, 1);
+    float sum;
+    leantune_sums_of_squares(&t.grad, &t.grad_dtype, &count, 1, 1, &sum);
 }
 
 int main() {

@@ -1,6 +1,7 @@
 """The C++ kernel of TernaryAdamW makes the decisions of the plain torch rule, whatever the instruction set or thread
 count."""
 
+import math
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -198,12 +199,15 @@ def test_the_next_basis_equals_the_reference(cols: int) -> None:
 @pytest.mark.parametrize("count", [0, 1, 63, 64, 1_000_003])
 def test_squared_norms_equal_torch_s_and_show_what_is_not_finite(count: int, dtype: torch.dtype) -> None:
     values = torch.randn(count, generator=torch.Generator().manual_seed(1)).to(dtype)
-    torch.testing.assert_close(native.squared_norm(values), values.double().square().sum().float(), rtol=1e-5, atol=0)
+    [norm] = native.squared_norms([values])
+    assert norm == pytest.approx(values.double().square().sum().item(), rel=1e-5)
     for wrong in (float("nan"), float("inf"), 3e38):
         if count:
             values[count // 2] = wrong
-            assert not native.squared_norm(values).isfinite()
-    assert native.squared_norm(values.half()) is None and native.squared_norm(torch.zeros(4, 4).t()[1:]) is None
+            assert not math.isfinite(native.squared_norms([values])[0])
+    others = [values.half(), torch.zeros(4, 4).t()[1:], torch.ones(5), torch.zeros(3, 3).to_sparse()]
+    assert native.squared_norms(others) == [None, None, 5.0, None]
+    assert native.squared_norms([]) == []
 
 
 @built

@@ -19,7 +19,8 @@ runs = pytest.mark.skipif(
 )
 LR = 1e-3
 BF16, FP32 = torch.bfloat16, torch.float32
-RULE = {**dict.fromkeys(("lr", "beta1", "beta2", "bias", "eps", "decay"), 0.5), "grad_scale": 0.3, "stochastic": True}
+RULE = {**dict.fromkeys(("lr", "beta1", "beta2", "bias", "eps", "decay"), 0.5), "grad_scale": 0.3}
+RULE |= {"stochastic": True, "refresh": True}
 # One case a kind of tail, dtype, rank, plane count and rounding: the interpreter takes a second for each.
 CASES = {
     "defaults": ((40, 300), BF16, BF16, {}),

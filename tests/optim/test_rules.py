@@ -116,9 +116,10 @@ def test_o21_small_updates_reach_narrow_weights(dtype: torch.dtype) -> None:
     for rounding in ("nearest", "stochastic"):
         param = torch.nn.Parameter(torch.full((64, 64), 0.02, dtype=dtype))
         optimizer = lt.Lomo([param], lr=2e-6, rounding=rounding)
+        start = param.float().mean().item()
         drive(optimizer, param, [torch.ones(64, 64)] * 100)
-        moved[rounding] = (0.02 - param.float().mean().item()) / 2e-4
-    assert moved["stochastic"] == pytest.approx(1, abs=0.1)
+        moved[rounding] = (start - param.float().mean().item()) / 2e-4
+    assert moved["stochastic"] == pytest.approx(1, abs=0.06)  # 64 x 64 x 100 roundings: a standard error of 0.012
     assert moved["nearest"] < 0.1
 
 
@@ -177,7 +178,7 @@ def test_a_stack_of_experts_is_its_matrices_one_below_the_other(options) -> None
     assert torch.equal(ends[0][0], ends[1][0]) and ends[0][1] == ends[1][1]
 
 
-@pytest.mark.parametrize(("options", "most"), [({}, 60), ({"carry_rank": 0}, 40), ({"states": "exact"}, 15)])
+@pytest.mark.parametrize(("options", "most"), [({}, 80), ({"carry_rank": 0}, 40), ({"states": "exact"}, 15)])
 def test_columns_that_wake_late_take_large_steps_within_a_bound(options: dict[str, object], most: float) -> None:
     """Silent for 1,400 steps, then a gradient: single steps of many lr, the same way over a hundred steps."""
     param = torch.nn.Parameter(torch.zeros(64, 128))

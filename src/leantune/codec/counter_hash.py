@@ -1,8 +1,10 @@
 """Random bits from a counter: a hash of where an element is and which step it is, instead of a generator's state.
 
 key = splitmix64 of (seed, step, position of the parameter in the optimizer's groups, global row, block);
-bits of element i of the block = mix32(key ^ i * 0x9E3779B9). Nothing has to be saved to resume bit for bit, replicas
-draw the same bits, and a shard draws the bits of its global rows.
+word j of the block = mix32(key ^ j * 0x9E3779B9), which serves two elements: of each sixteen neighbours, number i and
+i + 8, i < 8, share a word, and the second sees its halves exchanged. The low half rounds the state and the high one
+the weight, so no two roundings of an element, and no two of a kind, share bits. Nothing has to be saved to resume bit
+for bit, replicas draw the same bits, and a shard draws the bits of its global rows.
 """
 
 import torch
@@ -37,9 +39,11 @@ def random_bits(
     row = torch.arange(first_row, first_row + rows, dtype=torch.int64, device=device).unsqueeze(1)
     block = torch.arange(first_block, first_block + blocks, dtype=torch.int64, device=device).unsqueeze(0)
     keys = _splitmix64(_splitmix64(row ^ _signed64(key)) ^ block)
-    index = torch.arange(size, dtype=torch.int64, device=device) * _GOLDEN32
-    bits = keys.to(torch.int32).unsqueeze(2) ^ index.to(torch.int32)
-    return _mix32_(bits)
+    pairs = -(-size // 16)
+    index = torch.arange(8 * pairs, dtype=torch.int64, device=device) * _GOLDEN32
+    words = _mix32_(keys.to(torch.int32).unsqueeze(2) ^ index.to(torch.int32)).view(rows, blocks, pairs, 8)
+    both = torch.stack([words, _exchanged(words)], dim=3).view(rows, blocks, 16 * pairs)
+    return both if size == 16 * pairs else both[..., :size].contiguous()
 
 
 def bits_at(key: int, rows: Tensor, columns: Tensor, size: int) -> Tensor:
@@ -53,8 +57,10 @@ def bits_at(key: int, rows: Tensor, columns: Tensor, size: int) -> Tensor:
     """
     block = torch.div(columns, size, rounding_mode="floor")
     keys = _splitmix64(_splitmix64(rows ^ _signed64(key)) ^ block)
-    index = (columns - block * size) * _GOLDEN32
-    return _mix32_(keys.to(torch.int32) ^ index.to(torch.int32))
+    element = columns - block * size
+    index = (torch.div(element, 16, rounding_mode="floor") * 8 + element % 8) * _GOLDEN32
+    words = _mix32_(keys.to(torch.int32) ^ index.to(torch.int32))
+    return torch.where(element % 16 < 8, words, _exchanged(words))
 
 
 def low_fraction(bits: Tensor) -> Tensor:
@@ -81,6 +87,11 @@ def _splitmix64(value: Tensor) -> Tensor:
 
 def _shift64(value: Tensor, by: int) -> Tensor:
     return (value >> by) & ((1 << (64 - by)) - 1)
+
+
+def _exchanged(words: Tensor) -> Tensor:
+    """Low and high half change places."""
+    return words.bitwise_left_shift(16).bitwise_or_(high_half(words))
 
 
 def _mix32_(bits: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 Triton comes with CUDA builds of torch. Where it is missing, or for what the kernels do not take, the rule in plain
 torch runs instead, with the same decisions; :func:`status` says which and why. After the sums of squares, a matrix
-without a carry is one launch, one with a carry three: W = u V, then u^T W, which needs all of W, and the step. Sums run
+without a carry is one launch, one with a carry two: W = u V, and the step; where V is worked out anew, a third between
+them: u^T W, which needs all of W. Sums run
 over fixed ranges of rows and columns in a fixed order, so a step gives the same bits every time.
 """
 
@@ -110,7 +111,7 @@ class TernaryCall:
         block_size: elements of a block.
         key: of the random bits of this parameter and step.
         first_row: index of row 0 in the whole parameter, where these are the rows of a shard.
-        rule: the fields lr, decay, beta1, beta2, bias, eps, grad_scale as floats, stochastic as a bool.
+        rule: the fields lr, decay, beta1, beta2, bias, eps, grad_scale as floats, stochastic and refresh as bools.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class TernaryCall:
         self._weight, self._state, self._block = weight, state, block_size
         self._rows, self._cols = weight.shape
         self._rank = state["carry_rows"].shape[1] if "carry_rows" in state else 0
+        self._refresh = bool(rule["refresh"])
         self._key, self._first_row = key - (1 << 64) if key >> 63 else key, first_row
         beta1, beta2 = rule["beta1"], rule["beta2"]
         unit = grad.stride(1) == 1
@@ -190,10 +192,10 @@ class TernaryCall:
         return _sum(parts)
 
     def step(self, means: Tensor, basis: Tensor | None) -> Tensor | None:
-        """Decode, rule, encode, move the weights; gives Y = u^T (u V) of these rows, fp32 (cols, rank).
+        """Decode, rule, encode, move the weights; with ``refresh`` gives Y = u^T u V of these rows, fp32 (cols, rank).
 
         ``means``: c, fp32 (cols,), that the second moment is coded relative to from now on. ``basis``: V, bf16 (cols,
-        rank), that u is projected onto and coded against. Without a carry it is None, and so is Y.
+        rank), that u is projected onto and coded against. Without a carry it is None, and Y too.
         """
         carry, products = None, None
         if basis is not None:
@@ -218,12 +220,12 @@ class TernaryCall:
         if carry is not None:
             # Not in the kernel: every program of a row decodes with the old U.
             self._state["carry_rows"].copy_(carry[0])
-        native.note_written(self._weight, self._state)
+        native.note_written([self._weight, *(value for name, value in self._state.items() if name != "step")])
         return products
 
-    def _products(self, basis: Tensor) -> tuple[Tensor, Tensor]:
-        """(W = u V, u^T W) for this step's u: fp32 (rows, rank) and (cols, rank). At most `PARTIAL_BYTES` of partial
-        sums live at a time."""
+    def _products(self, basis: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(W = u V, u^T W) for this step's u: fp32 (rows, rank) and, with ``refresh``, (cols, rank). At most
+        `PARTIAL_BYTES` of partial sums live at a time."""
         kernels: Any = _kernels()[0]
         rows, cols, rank, blocks = self._rows, self._cols, self._rank, self._read["blocks_per_row"]
         height = max(16, (_INTERPRETED_TILE if _on_cpu else _MOMENTUM_TILE) // self._block)
@@ -237,6 +239,8 @@ class TernaryCall:
                 parts, basis.contiguous(), groups_each=each, ROWS=height, **self._read
             )
             product = _sum(parts)
+            if not self._refresh:
+                return product, None
             each, chunks = _shares(tiles, PROGRAMS // blocks, PARTIAL_BYTES // (4 * rank * cols))
             parts = new((chunks, cols, rank))
             kernels.columns_kernel[(blocks, chunks)](parts, product, tiles_each=each, ROWS=height, **self._read)

@@ -7,19 +7,16 @@ kernel: ``torch.get_num_threads()``.
 
 import ctypes
 import functools
+import threading
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-INTERFACE = 3
+INTERFACE = 4
 """The version of native/ternary.h that this module mirrors."""
-CHUNK_BYTES = 2 << 20
-"""Bound on partial sums over rows: fp32 (chunks, rank, cols), or fp64 (chunks, cols)."""
-CHUNK_ELEMENTS = 1 << 15
-"""Elements of the parameter in a chunk, at least: enough to hide its start."""
-MAX_CHUNKS = 64
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _FOLDER = Path(__file__).parent
 
@@ -35,6 +32,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("grad_dtype", "weight_dtype", "stochastic", "threads")),
         *((name, ctypes.c_float) for name in ("lr", "decay", "beta1", "rest1", "release", "beta2", "rest2", "bias")),
         *((name, ctypes.c_float) for name in ("eps", "grad_scale")),
+        ("refresh", ctypes.c_int32),
         ("grad", ctypes.c_void_p),
         ("weight", ctypes.c_void_p),
         ("remainder", ctypes.c_void_p),
@@ -43,6 +41,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("variance_trits", "variance_level", "variance_step")),
         *((name, ctypes.c_void_p) for name in ("carry_rows", "carry_columns", "carry_basis", "basis")),
         *((name, ctypes.c_void_p) for name in ("column_means", "new_column_means")),
+        *((name, ctypes.c_void_p) for name in ("exact_momentum", "exact_variance")),
     )
 
 
@@ -64,17 +63,12 @@ def _load() -> tuple[Any, str]:
         )
     library.leantune_instructions.restype = ctypes.c_char_p
     library.leantune_use.argtypes = [ctypes.c_char_p]
-    for function in (library.leantune_ternary_squares, library.leantune_ternary_step):
-        function.argtypes, function.restype = [ctypes.POINTER(_Call), ctypes.c_void_p, ctypes.c_int], None
-    arrays, integers = ctypes.c_void_p, (ctypes.c_int64, ctypes.c_int)
-    library.leantune_next_basis.argtypes = [arrays, arrays, *integers, arrays]
-    library.leantune_next_basis.restype = None
-    library.leantune_ternary_step_alone.argtypes = [ctypes.POINTER(_Call), ctypes.c_int]
-    library.leantune_ternary_step_alone.restype = None
-    library.leantune_exact_step.argtypes = [ctypes.POINTER(_Call), arrays, arrays]
-    library.leantune_exact_step.restype = None
-    library.leantune_sum_of_squares.argtypes = [arrays, ctypes.c_int, *integers]
-    library.leantune_sum_of_squares.restype = ctypes.c_float
+    arrays, size, integer, call = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.POINTER(_Call)
+    library.leantune_update.argtypes = [ctypes.POINTER(call), size]
+    library.leantune_ternary_squares.argtypes = [call, arrays]
+    library.leantune_ternary_step.argtypes = [call, arrays]
+    library.leantune_next_basis.argtypes = [arrays, arrays, size, integer, arrays]
+    library.leantune_sums_of_squares.argtypes = [arrays, arrays, arrays, size, integer, arrays]
     return library, "built"
 
 
@@ -125,22 +119,74 @@ def takes(weight: Tensor, grad: Tensor, block_size: int) -> bool:
     )
 
 
-def squared_norm(values: Tensor) -> Tensor | None:
-    """Sum of squares, fp32 of no dimensions, NaN or Inf where an element is; None for what the kernel does not take:
-    it takes fp32 and bf16 on the CPU, contiguous."""
-    ours = _enabled and values.device.type == "cpu" and values.dtype in _DTYPES and values.is_contiguous()
-    if not ours or _load()[0] is None:
-        return None
-    total = _load()[0].leantune_sum_of_squares(
-        values.data_ptr(), _DTYPES[values.dtype], values.numel(), torch.get_num_threads()
-    )
-    return torch.tensor(total, dtype=torch.float32, device="cpu")
+def squared_norms(arrays: Sequence[Tensor]) -> list[float | None]:
+    """The sum of squares of each, NaN or Inf where an element is; None for what the kernel does not take: it takes fp32
+    and bf16 on the CPU, contiguous."""
+    ours = _enabled and _load()[0] is not None
+    taken = [
+        array
+        for array in arrays
+        if ours
+        and not hasattr(array, "device_mesh")
+        and array.layout == torch.strided
+        and array.device.type == "cpu"
+        and array.dtype in _DTYPES
+        and array.is_contiguous()
+    ]
+    count = len(taken)
+    sums = (ctypes.c_float * count)()
+    if taken:
+        addresses = (ctypes.c_void_p * count)(*[array.data_ptr() for array in taken])
+        dtypes = (ctypes.c_int32 * count)(*[_DTYPES[array.dtype] for array in taken])
+        sizes = (ctypes.c_int64 * count)(*[array.numel() for array in taken])
+        _load()[0].leantune_sums_of_squares(addresses, dtypes, sizes, count, torch.get_num_threads(), sums)
+    found = {id(array): sums[place] for place, array in enumerate(taken)}
+    return [found.get(id(array)) for array in arrays]
 
 
-def note_written(weight: Tensor, state: dict[str, Any]) -> None:
-    """Tell autograd what a kernel wrote behind its back: the weight and its state."""
-    written = (value for name, value in state.items() if name != "step")
-    torch.autograd.graph.increment_version([weight, *written])
+def note_written(tensors: Iterable[Tensor]) -> None:
+    """Tell autograd what a kernel wrote behind its back."""
+    torch.autograd.graph.increment_version(list(tensors))
+
+
+class deferred:
+    """Within this context whole updates wait, and run in one call at its end, whatever ends it: between kernels, which
+    clear the caches it needs, the interpreter takes several times as long as by itself."""
+
+    def __enter__(self) -> None:
+        self._before = getattr(_waiting, "updates", None)
+        _waiting.updates = []
+
+    def __exit__(self, *_: object) -> None:
+        updates, _waiting.updates = _waiting.updates, self._before
+        if updates:
+            _run(updates)
+
+
+_waiting = threading.local()
+
+
+def run_deferred() -> None:
+    """Run the updates that wait, if any."""
+    updates = getattr(_waiting, "updates", None)
+    if updates:
+        _waiting.updates = []
+        _run(updates)
+
+
+def _update(call: _Call, *tensors: Tensor | None) -> None:
+    """Run a whole update, now or at the end of :class:`deferred`. ``tensors``: what it reads or writes."""
+    updates = getattr(_waiting, "updates", None)
+    if updates is None:
+        _run([(call, tensors)])
+    else:
+        updates.append((call, tensors))
+
+
+def _run(updates: list[tuple[_Call, tuple[Tensor | None, ...]]]) -> None:
+    calls = (ctypes.POINTER(_Call) * len(updates))(*(ctypes.pointer(call) for call, _ in updates))
+    _load()[0].leantune_update(calls, len(updates))
+    note_written(tensor for _, tensors in updates for tensor in tensors if tensor is not None)
 
 
 def exact_step(
@@ -149,9 +195,8 @@ def exact_step(
     """One step with fp32 states; the arguments are those of :class:`TernaryCall`, but ``block_size`` is the number of
     elements of a row that share a key of random bits."""
     call = _call(weight, grad, state, block_size, key, first_row, rule)
-    momentum, variance = state["momentum"], state["variance"]
-    _load()[0].leantune_exact_step(ctypes.byref(call), momentum.data_ptr(), variance.data_ptr())
-    note_written(weight, state)
+    call.exact_momentum, call.exact_variance = state["momentum"].data_ptr(), state["variance"].data_ptr()
+    _update(call, weight, grad, state["momentum"], state["variance"], state.get("weight_remainder"))
 
 
 def _call(
@@ -196,7 +241,7 @@ class TernaryCall:
         block_size: elements of a block.
         key: of the random bits of this parameter and step.
         first_row: index of row 0 in the whole parameter, where these are the rows of a shard.
-        rule: the fields lr, decay, beta1, beta2, bias, eps, grad_scale as floats, stochastic as a bool.
+        rule: the fields lr, decay, beta1, beta2, bias, eps, grad_scale as floats, stochastic and refresh as bools.
     """
 
     def __init__(
@@ -209,7 +254,7 @@ class TernaryCall:
         first_row: int = 0,
         **rule: float,
     ) -> None:
-        self._weight, self._state = weight, state
+        self._weight, self._grad, self._state = weight, grad, state
         suffixes = ("", "_2") if "momentum_trits_2" in state else ("",)
         self._call = call = _call(weight, grad, state, block_size, key, first_row, rule)
         call.blocks_per_row, call.bytes_per_row = state["variance_level"].shape[1], state["variance_trits"].shape[1]
@@ -227,39 +272,34 @@ class TernaryCall:
             call.carry_rows, call.carry_columns = state["carry_rows"].data_ptr(), state["carry_columns"].data_ptr()
             call.carry_basis = state["carry_basis"].data_ptr()
 
+    def update(self, basis: Tensor | None) -> None:
+        """The whole update where all rows are here. ``basis``: V of this step, bfloat16 (cols, rank), None without a
+        carry."""
+        self._call.basis = None if basis is None else basis.data_ptr()
+        written = (value for name, value in self._state.items() if name != "step")
+        _update(self._call, self._weight, self._grad, basis, *written)
+
     def square_sums(self) -> Tensor:
         """Sums over these rows of the squared gradient, fp64 (cols,)."""
-        cols = self._call.cols
         # dtype and device are named: the user may have set other defaults.
-        sums = torch.empty(cols, dtype=torch.float64, device="cpu")
-        chunks = self._chunks(8 * cols, 4 * CHUNK_ELEMENTS)
-        _load()[0].leantune_ternary_squares(ctypes.byref(self._call), sums.data_ptr(), chunks)
+        sums = torch.empty(self._call.cols, dtype=torch.float64, device="cpu")
+        _load()[0].leantune_ternary_squares(ctypes.byref(self._call), sums.data_ptr())
         return sums
 
     def step(self, means: Tensor, basis: Tensor | None) -> Tensor | None:
         """Decode, rule, encode, move the weights.
 
         ``means``: c that v is coded relative to, fp32 (cols,); ``basis``: V that u is projected onto, bfloat16 (cols,
-        rank). Returns Y = u^T u V over these rows, fp32 (cols, rank), or None without a carry. What belongs to the
-        columns is read from the state and left to the caller to write.
+        rank). Returns Y = u^T u V over these rows, fp32 (cols, rank), or None without a carry or ``refresh``. What
+        belongs to the columns is read from the state and left to the caller to write.
         """
-        call, cols, rank = self._call, self._call.cols, self._call.rank
-        self._code_against(means, basis)
-        products = torch.empty((rank, cols), dtype=torch.float32, device="cpu")
-        _load()[0].leantune_ternary_step(ctypes.byref(call), products.data_ptr(), self._chunks(4 * rank * cols))
-        note_written(self._weight, self._state)
-        return None if basis is None else products.t()
-
-    def step_alone(self, means: Tensor, basis: Tensor | None) -> None:
-        """:meth:`step` where all rows are here: what belongs to the columns is written too, in one call."""
-        self._code_against(means, basis)
-        chunks = self._chunks(4 * self._call.rank * self._call.cols)
-        _load()[0].leantune_ternary_step_alone(ctypes.byref(self._call), chunks)
-        note_written(self._weight, self._state)
-
-    def _code_against(self, means: Tensor, basis: Tensor | None) -> None:
-        self._call.new_column_means = means.data_ptr()
-        self._call.basis = None if basis is None else basis.data_ptr()
+        call = self._call
+        call.new_column_means = means.data_ptr()
+        call.basis = None if basis is None else basis.data_ptr()
+        products = torch.empty((call.rank if call.refresh else 0, call.cols), dtype=torch.float32, device="cpu")
+        _load()[0].leantune_ternary_step(ctypes.byref(call), products.data_ptr())
+        note_written([self._weight, *(value for name, value in self._state.items() if name != "step")])
+        return products.t() if len(products) else None
 
     @staticmethod
     def next_basis(products: Tensor, basis: Tensor) -> Tensor:
@@ -267,9 +307,3 @@ class TernaryCall:
         across, following = products.t().contiguous(), torch.empty_like(basis)
         _load()[0].leantune_next_basis(across.data_ptr(), basis.data_ptr(), *basis.shape, following.data_ptr())
         return following
-
-    def _chunks(self, size: int, elements_each: int = CHUNK_ELEMENTS) -> int:
-        """Fixed ranges of rows whose sums, ``size`` bytes each, are kept apart; whatever the number of threads."""
-        elements = self._call.rows * self._call.cols
-        most = min(MAX_CHUNKS, self._call.rows, CHUNK_BYTES // max(1, size), elements // elements_each)
-        return 1 << max(0, most.bit_length() - 1)  # a power of two: shared evenly by two, four, eight threads

@@ -65,10 +65,12 @@ def _splitmix64(value):
 def _random_bits(row_key, block, element):
     """uint32 (rows, BLOCK): bits of the elements of this block; ``row_key`` (rows,) is splitmix64(row ^ key)."""
     seed = _splitmix64(row_key ^ block.to(tl.uint64)).to(tl.uint32)
-    bits = seed[:, None] ^ (element.to(tl.uint32) * 0x9E3779B9)[None, :]
+    word = (element >> 4) * 8 + (element & 7)
+    bits = seed[:, None] ^ (word.to(tl.uint32) * 0x9E3779B9)[None, :]
     bits = (bits ^ (bits >> 16)) * 0x7FEB352D
     bits = (bits ^ (bits >> 15)) * 0x846CA68B
-    return bits ^ (bits >> 16)
+    bits = bits ^ (bits >> 16)
+    return tl.where(((element & 8) == 0)[None, :], bits, (bits << 16) | (bits >> 16))
 
 
 # -- trits ----------------------------------------------------------------------------------------------------------

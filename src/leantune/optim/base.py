@@ -14,6 +14,7 @@ from torch import Tensor
 
 from leantune.codec.counter_hash import stream_key
 from leantune.errors import BackwardError, InvalidArgumentError, InvalidTypeError, NonFiniteError, StateMismatchError
+from leantune.kernels import native
 from leantune.optim.gradient import squared_norm
 from leantune.optim.report import ParameterState, StateLayout, StateReport
 from leantune.optim.row_shard import RowShard, is_sharded, local, placed_like, row_shard, rows_of, whole_tensor
@@ -88,7 +89,10 @@ class LeanOptimizer(torch.optim.Optimizer):
         if param.numel():
             key = stream_key(int(group["seed"]), int(state["step"]), self._position(param))
             here = {name: local(value) for name, value in state.items()} if is_sharded(param) else state
-            self._apply(shard, local(grad).reshape(shard.matrix.shape), group, here, grad_scale, key)
+            matrix = local(grad).reshape(shard.matrix.shape)
+            self._apply(shard, matrix, group, here, grad_scale, key)
+            if matrix.data_ptr() != grad.data_ptr():
+                native.run_deferred()  # a copy is not kept until the end
 
     def _allocate(self, param: Tensor, group: dict[str, Any], state: dict[str, Any], shard: RowShard) -> None:
         state["step"] = torch.zeros((), dtype=torch.int64)
@@ -133,15 +137,25 @@ class LeanOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for index, group in enumerate(self.param_groups):
-            for place, param in enumerate(group["params"]):
-                if param.grad is not None:
-                    self.check_gradient(param, param.grad, index, place)
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self.update(param, param.grad, group, self.state[param])
+        self._check_gradients()
+        with native.deferred():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None:
+                        self.update(param, param.grad, group, self.state[param])
         return loss
+
+    def _check_gradients(self) -> None:
+        """:meth:`check_gradient` of all there are."""
+        found = [
+            (param, index, place)
+            for index, group in enumerate(self.param_groups)
+            for place, param in enumerate(group["params"])
+            if param.grad is not None
+        ]
+        for (param, index, place), norm in zip(found, native.squared_norms([param.grad for param, *_ in found])):
+            if norm is None or not math.isfinite(norm):
+                self.check_gradient(param, param.grad, index, place)
 
     def check_gradient(self, param: Tensor, grad: Tensor, group_index: int, place: int) -> Tensor:
         """Refuse a gradient that cannot be applied; returns its squared norm, fp32 of no dimensions."""

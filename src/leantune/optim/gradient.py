@@ -13,9 +13,9 @@ def squared_norm(grad: Tensor) -> Tensor:
 
     The chunks are added in order, so equal gradients give equal bits wherever the norm is taken.
     """
-    in_kernel = native.squared_norm(grad)
+    in_kernel = native.squared_norms([grad])[0]
     if in_kernel is not None:
-        return in_kernel
+        return torch.tensor(in_kernel, dtype=torch.float32, device="cpu")
     if grad.numel() <= _CHUNK:
         return _chunk_norm(grad)
     if not grad.is_contiguous():

@@ -15,7 +15,7 @@ static const float FLOOR = 1.0f / 1024.0f;    // of a block's mean, before the l
 static const float LEAST_FACTOR = 9.09494702e-13f;  // 2^-40, of a live column
 static const float FIRST_STEP = 1.22f, LEAST_STEP = 0.05f, MOST_STEP = 8.0f, THRESHOLD = 0.612f;
 static const float BASIS_SHIFT = 1.0f / 131072.0f;  // of the norm of Y
-static const int MOST_RANK = 64;
+static const int64_t PANEL = 24576;  // elements of a panel of rows, 8 bytes each: a share of the second cache
 static const int32_t LEAST_RAISE = 8;         // units of 2^-7 octave
 static const int32_t LARGEST_LEVEL = (0x7F7F0000 - 8 * (1 << 23)) >> 16;
 
@@ -81,7 +81,7 @@ struct Variant {
     const char *name;
     void (*squares)(const LeantuneTernary *, int64_t, int64_t, double *);
     void (*step)(const LeantuneTernary *, float *, int);
-    void (*exact)(const LeantuneTernary *, float *, float *, int64_t, int64_t);
+    void (*exact)(const LeantuneTernary *, int64_t, int64_t);
     void (*next_basis)(const float *, const uint16_t *, int64_t, int, uint16_t *);
     double (*sum_of_squares)(const void *, int, int64_t, int64_t);
 };
@@ -142,52 +142,91 @@ template <class Number> struct Partial {
     }
 };
 
-void leantune_ternary_squares(const LeantuneTernary *t, double *columns, int chunks) {
+// Ranges of rows whose sums are kept apart, `size` bytes each, together at most 2 MiB; enough elements each to hide the
+// start of one. A power of two is shared evenly by two, four, eight threads.
+static int chunks_of(const LeantuneTernary *t, int64_t size, int64_t elements_each) {
+    const int64_t bounds[] = {64, t->rows, (2 << 20) / (size > 1 ? size : 1), t->rows * t->cols / elements_each};
+    int64_t most = bounds[0];
+    for (int64_t bound : bounds) most = bound < most ? bound : most;
+    int chunks = 1;
+    while (2 * chunks <= most) chunks *= 2;
+    return chunks;
+}
+
+void leantune_ternary_squares(const LeantuneTernary *t, double *columns) {
     const Variant *variant = chosen;
+    const int chunks = chunks_of(t, 8 * t->cols, 1 << 17);
     Partial<double> partial(t->cols, chunks);
-#pragma omp parallel for num_threads(t->threads) schedule(dynamic, 1)
+#pragma omp parallel for num_threads(t->threads) schedule(dynamic, 1) if (chunks > 1)
     for (int chunk = 0; chunk < chunks; chunk++)
         variant->squares(t, t->rows * chunk / chunks, t->rows * (chunk + 1) / chunks, partial.of(chunk));
     partial.add_up(columns);
 }
 
-void leantune_ternary_step(const LeantuneTernary *t, float *products, int chunks) {
-    Partial<float> partial(t->rank * t->cols, chunks);
+void leantune_ternary_step(const LeantuneTernary *t, float *products) {
+    const int64_t sums = t->refresh ? t->rank * t->cols : 0;
+    const int chunks = chunks_of(t, 4 * t->rank * t->cols, 1 << 15);
+    Partial<float> partial(sums, chunks);
     chosen->step(t, partial.of(0), chunks);
     partial.add_up(products);
-}
-
-void leantune_ternary_step_alone(const LeantuneTernary *t, int chunks) {
-    std::vector<float> products((size_t)(t->rank * t->cols));
-    leantune_ternary_step(t, products.data(), chunks);
-    std::memcpy(t->column_means, t->new_column_means, sizeof(float) * (size_t)t->cols);
-    if (!t->rank) return;
-    for (int64_t j = 0; j < t->cols; j++)
-        for (int k = 0; k < t->rank; k++)
-            t->carry_columns[j * t->rank + k] = t->new_column_means[j] > 0.0f ? t->basis[j * t->rank + k] : 0;
-    chosen->next_basis(products.data(), t->basis, t->cols, t->rank, t->carry_basis);
-}
-
-void leantune_exact_step(const LeantuneTernary *t, float *momentum, float *variance) {
-    const Variant *variant = chosen;
-    const int64_t height = t->cols >= 16384 ? 1 : 16384 / t->cols, pieces = (t->rows + height - 1) / height;
-#pragma omp parallel for num_threads(t->threads) if (pieces > 1)
-    for (int64_t piece = 0; piece < pieces; piece++)
-        variant->exact(t, momentum, variance, piece * height, (piece + 1) * height < t->rows ? (piece + 1) * height : t->rows);
 }
 
 void leantune_next_basis(const float *products, const uint16_t *basis, int64_t cols, int rank, uint16_t *out) {
     chosen->next_basis(products, basis, cols, rank, out);
 }
 
-float leantune_sum_of_squares(const void *values, int dtype, int64_t count, int threads) {
+// c = beta2 c + (1 - beta2) mean of g^2, as torch.lerp has it.
+static void new_means(const LeantuneTernary *t, const double *sums, float *means) {
+    for (int64_t j = 0; j < t->cols; j++) {
+        const float mean = (float)(sums[j] / (double)t->rows), before = t->column_means[j];
+        means[j] = t->rest2 < 0.5f ? before + t->rest2 * (mean - before) : mean - (mean - before) * (1.0f - t->rest2);
+    }
+}
+
+static void update_ternary(const LeantuneTernary &parameter) {
+    LeantuneTernary t = parameter;
+    std::vector<double> sums((size_t)t.cols);
+    std::vector<float> means((size_t)t.cols), products((size_t)(t.refresh ? t.rank * t.cols : 0));
+    leantune_ternary_squares(&t, sums.data());
+    new_means(&t, sums.data(), means.data());
+    t.new_column_means = means.data();
+    leantune_ternary_step(&t, products.data());
+    std::memcpy(t.column_means, means.data(), sizeof(float) * (size_t)t.cols);
+    for (int64_t j = 0; t.rank && j < t.cols; j++)
+        for (int k = 0; k < t.rank; k++) t.carry_columns[j * t.rank + k] = means[j] > 0.0f ? t.basis[j * t.rank + k] : 0;
+    if (t.rank && t.refresh) chosen->next_basis(products.data(), t.basis, t.cols, t.rank, t.carry_basis);
+}
+
+static void update_exact(const LeantuneTernary *t) {
     const Variant *variant = chosen;
-    const int64_t chunk = 1 << 18, chunks = (count + chunk - 1) / chunk;
-    std::vector<double> partial((size_t)(chunks > 0 ? chunks : 1));
-#pragma omp parallel for num_threads(threads) if (chunks > 1)
-    for (int64_t c = 0; c < chunks; c++)
-        partial[c] = variant->sum_of_squares(values, dtype, c * chunk, count - c * chunk < chunk ? count - c * chunk : chunk);
-    double total = 0.0;
-    for (double part : partial) total += part;
-    return (float)total;
+    const int64_t height = t->cols >= 16384 ? 1 : 16384 / t->cols, pieces = (t->rows + height - 1) / height;
+#pragma omp parallel for num_threads(t->threads) if (pieces > 1)
+    for (int64_t piece = 0; piece < pieces; piece++)
+        variant->exact(t, piece * height, (piece + 1) * height < t->rows ? (piece + 1) * height : t->rows);
+}
+
+void leantune_update(const LeantuneTernary *const *parameters, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        if (parameters[i]->exact_momentum)
+            update_exact(parameters[i]);
+        else
+            update_ternary(*parameters[i]);
+    }
+}
+
+void leantune_sums_of_squares(const void *const *arrays, const int32_t *dtypes, const int64_t *sizes, int64_t count,
+                              int threads, float *sums) {
+    const Variant *variant = chosen;
+    const int64_t piece = 1 << 18;
+    struct Piece { int64_t array, start, size; };
+    std::vector<Piece> pieces;
+    for (int64_t i = 0; i < count; i++)
+        for (int64_t start = 0; start < sizes[i]; start += piece)
+            pieces.push_back({i, start, sizes[i] - start < piece ? sizes[i] - start : piece});
+    std::vector<double> parts(pieces.size()), totals((size_t)count);
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (pieces.size() > 1)
+    for (int64_t p = 0; p < (int64_t)pieces.size(); p++)
+        parts[p] = variant->sum_of_squares(arrays[pieces[p].array], dtypes[pieces[p].array], pieces[p].start, pieces[p].size);
+    for (size_t p = 0; p < pieces.size(); p++) totals[pieces[p].array] += parts[p];
+    for (int64_t i = 0; i < count; i++) sums[i] = (float)totals[i];
 }

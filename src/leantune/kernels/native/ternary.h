@@ -2,7 +2,7 @@
 #pragma once
 #include <stdint.h>
 
-#define LEANTUNE_INTERFACE 3
+#define LEANTUNE_INTERFACE 4
 
 enum { LEANTUNE_FLOAT32 = 0, LEANTUNE_BFLOAT16 = 1 };
 
@@ -18,6 +18,7 @@ typedef struct {
     float beta1, rest1, release; /* rest1 = 1 - beta1, release = beta1 / (1 - beta1) */
     float beta2, rest2, bias;    /* bias = 1 / (1 - beta2^t) */
     float eps, grad_scale;
+    int32_t refresh; /* whether V is worked out anew; without it V stays, and Y is not summed */
     const void *grad;
     void *weight;
     int8_t *remainder; /* of master_bits = 24, or null */
@@ -30,7 +31,8 @@ typedef struct {
     uint16_t *carry_basis;   /* V for the next step */
     const uint16_t *basis;   /* V of this step; dead columns are left out of it */
     float *column_means;     /* c that v decodes with, fp32 (cols) */
-    const float *new_column_means; /* c that v is coded relative to */
+    const float *new_column_means; /* c that v is coded relative to; leantune_update works it out */
+    float *exact_momentum, *exact_variance; /* fp32 (rows, cols), or null where the state is ternary */
 } LeantuneTernary;
 
 #ifdef __cplusplus
@@ -43,21 +45,21 @@ const char *leantune_instructions(void);
 /* Limit the instruction set ("avx512", "avx2", "portable"); returns 0, or 1 where this machine lacks it. */
 int leantune_use(const char *instructions);
 
-/* Sums of squares of the scaled gradient over the rows, fp64 (cols). Rows fall into `chunks` equal ranges, so sums do not
-   depend on the threads; the ranges' own sums are `chunks` times as large as the result while this runs. */
-void leantune_ternary_squares(const LeantuneTernary *t, double *columns, int chunks);
-/* Decode, rule, encode, move the weights. With a carry also `products`: Y = u^T u V, fp32 (rank, cols). */
-void leantune_ternary_step(const LeantuneTernary *t, float *products, int chunks);
-/* The same where all rows are here: what belongs to the columns (column_means, carry_columns, carry_basis), which
-   leantune_ternary_step only reads, is written too. */
-void leantune_ternary_step_alone(const LeantuneTernary *t, int chunks);
-/* The same rule with fp32 momentum and second moment (rows, cols); block: elements that share a key of random bits. Of
-   the fields that describe a ternary state none is read. */
-void leantune_exact_step(const LeantuneTernary *t, float *momentum, float *variance);
+/* One step of `count` parameters whose rows are all here, one parameter after the other: everything, the state that
+   belongs to the columns too. Where the states are exact, `block` elements share a key of random bits, and no field that
+   describes a ternary state is read. */
+void leantune_update(const LeantuneTernary *const *parameters, int64_t count);
+/* The parts of the step of a ternary parameter whose other rows are elsewhere. Sums of squares of the scaled gradient over
+   the rows, fp64 (cols). Rows fall into equal ranges, so sums do not depend on the threads. */
+void leantune_ternary_squares(const LeantuneTernary *t, double *columns);
+/* Decode, rule, encode, move the weights; with a carry and `refresh` also `products`: Y = u^T u V, fp32 (rank, cols). What
+   belongs to the columns (column_means, carry_columns, carry_basis) is read. */
+void leantune_ternary_step(const LeantuneTernary *t, float *products);
 /* V for the next step, bf16 (cols, rank): Y + shift V orthonormalised; `products`: Y, fp32 (rank, cols). */
 void leantune_next_basis(const float *products, const uint16_t *basis, int64_t cols, int rank, uint16_t *out);
-/* Sum of the squares of `count` neighbours of this dtype: NaN or Inf where one is, or where it overflows a float. */
-float leantune_sum_of_squares(const void *values, int dtype, int64_t count, int threads);
+/* For each of `count` arrays the sum of its squares: NaN or Inf where an element is, or where it overflows a float. */
+void leantune_sums_of_squares(const void *const *arrays, const int32_t *dtypes, const int64_t *sizes, int64_t count,
+                              int threads, float *sums);
 
 #ifdef __cplusplus
 }

@@ -38,30 +38,37 @@ static inline void fill(float *x, float value, int64_t from, int64_t to) {
 // is absent becomes digit 1, trit 0.
 static void unpack(const uint8_t *__restrict packed, int n, uint8_t *__restrict digits, int padded) {
     const int p = (n + 4) / 5;
-    uint8_t *__restrict first = digits, *__restrict second = digits + p, *__restrict third = second + p,
-                       *__restrict fourth = third + p, *__restrict fifth = fourth + p;
-    for (int i = 0; i < p; i++) {  // (b * 171) >> 9 is b / 3, exact below 256
-        const uint16_t b0 = packed[i], b1 = (uint16_t)(b0 * 171) >> 9, b2 = (uint16_t)(b1 * 171) >> 9,
-                       b3 = (uint16_t)(b2 * 171) >> 9, b4 = (uint16_t)(b3 * 171) >> 9;
-        first[i] = (uint8_t)(b0 - 3 * b1);
-        second[i] = (uint8_t)(b1 - 3 * b2);
-        third[i] = (uint8_t)(b2 - 3 * b3);
-        fourth[i] = (uint8_t)(b3 - 3 * b4);
-        fifth[i] = (uint8_t)b4;
+    int i = 0;
+    if (p >= BYTES)
+        for (; i < p; i += BYTES) {
+            if (i > p - BYTES) i = p - BYTES;  // the last ones overlap
+            unpack_bytes(packed + i, digits + i, p);
+        }
+    for (; i < p; i++) {  // (b * 171) >> 9 is b / 3, exact below 256
+        unsigned rest = packed[i];
+        for (int k = 0; k < 5; k++) {
+            const unsigned third = k < 4 ? (rest * 171) >> 9 : 0;
+            digits[i + k * p] = (uint8_t)(rest - 3 * third);
+            rest = third;
+        }
     }
-    for (int i = n; i < padded; i++) digits[i] = 1;
+    for (i = n; i < padded; i++) digits[i] = 1;
 }
 
 // The inverse; absent trits are digit 0. Writes up to four digits behind the n.
 static void pack(uint8_t *__restrict digits, int n, uint8_t *__restrict packed) {
     const int p = (n + 4) / 5;
     for (int i = n; i < 5 * p; i++) digits[i] = 0;
-    const uint8_t *first = digits, *second = digits + p, *third = second + p, *fourth = third + p, *fifth = fourth + p;
-    for (int i = 0; i < p; i++) {
-        uint8_t value = (uint8_t)(fifth[i] + fifth[i] + fifth[i] + fourth[i]);
-        value = (uint8_t)(value + value + value + third[i]);
-        value = (uint8_t)(value + value + value + second[i]);
-        packed[i] = (uint8_t)(value + value + value + first[i]);
+    int i = 0;
+    if (p >= BYTES)
+        for (; i < p; i += BYTES) {
+            if (i > p - BYTES) i = p - BYTES;
+            pack_bytes(digits + i, p, packed + i);
+        }
+    for (; i < p; i++) {
+        unsigned value = 0;
+        for (int k = 4; k >= 0; k--) value = 3 * value + digits[i + k * p];
+        packed[i] = (uint8_t)value;
     }
 }
 
@@ -86,45 +93,105 @@ static void read_row(const void *matrix, int dtype, int64_t offset, int64_t stri
         read_row((const uint16_t *)matrix + offset, stride, n, out);
 }
 
-// bits of element i of a block: mix32(key ^ i * golden), the counter hash of codec/counter_hash.py.
-static void random_bits(uint64_t key, int64_t row, int64_t block, int size, uint32_t *__restrict out) {
-    const uint32_t seed = (uint32_t)splitmix64(splitmix64((uint64_t)row ^ key) ^ (uint64_t)block);
-    for (int i = 0; i < size; i++) {
-        uint32_t x = seed ^ ((uint32_t)i * 0x9E3779B9u);
+// The counter hash of codec/counter_hash.py: word j of a block is mix32(key ^ j * golden), for the elements i and i + 8 of
+// sixteen neighbours. The first takes its low half for the state and its high half for the weight, the second the other
+// way round.
+INLINE uint64_t row_key(const LeantuneTernary *t, int64_t row) { return splitmix64((uint64_t)(t->first_row + row) ^ t->key); }
+INLINE uint32_t seed_of(uint64_t key, int64_t block) { return (uint32_t)splitmix64(key ^ (uint64_t)block); }
+
+static void random_words(uint32_t seed, int size, uint32_t *out) {
+    const Words advance = Words{} + 0x9E3779B9u * (uint32_t)WIDTH;
+    Words counter;
+    for (int l = 0; l < WIDTH; l++) counter[l] = 0x9E3779B9u * (uint32_t)l;
+    for (int j = 0; j < size / 2; j += WIDTH, counter += advance) {
+        Words x = counter ^ seed;
         x = (x ^ (x >> 16)) * 0x7FEB352Du;
         x = (x ^ (x >> 15)) * 0x846CA68Bu;
-        out[i] = x ^ (x >> 16);
+        *(Words *)(out + j) = x ^ (x >> 16);
     }
 }
+
+#if WIDTH == 16
+// Sixteen elements' halves from eight words.
+INLINE Ints state_bits(const uint32_t *words, int) {
+    const __m256i eight = _mm256_loadu_si256((const __m256i *)words);
+    return (Ints)_mm512_inserti64x4(_mm512_castsi256_si512(_mm256_and_si256(eight, _mm256_set1_epi32(0xFFFF))), _mm256_srli_epi32(eight, 16), 1);
+}
+INLINE Words weight_bits(const uint32_t *words, int) {
+    const __m256i eight = _mm256_loadu_si256((const __m256i *)words);
+    return (Words)_mm512_inserti64x4(_mm512_castsi256_si512(_mm256_srli_epi32(eight, 16)), _mm256_and_si256(eight, _mm256_set1_epi32(0xFFFF)), 1);
+}
+#else
+// Part p of sixteen elements' halves from eight words.
+INLINE Ints state_bits(const uint32_t *words, int p) {
+    const Words part = *(const Words *)(words + p * WIDTH % 8);
+    return (Ints)(p * WIDTH < 8 ? part & 0xFFFF : part >> 16);
+}
+INLINE Words weight_bits(const uint32_t *words, int p) {
+    const Words part = *(const Words *)(words + p * WIDTH % 8);
+    return p * WIDTH < 8 ? part >> 16 : part & 0xFFFF;
+}
+#endif
+INLINE uint32_t weight_bits_of(const uint32_t *words, int64_t i) {
+    const uint32_t word = words[i / 16 * 8 + i % 8];
+    return i % 16 < 8 ? word >> 16 : word & 0xFFFF;
+}
+
+// The first whole cache line of what begins here: vectors that lie across two lines cost twice.
+enum { LINE = 64 };
+template <class Number> static Number *aligned(Number *memory) {
+    return (Number *)(((uintptr_t)memory + LINE - 1) / LINE * LINE);
+}
+
+// Five neighbouring blocks of a row (at its end fewer), whose trits share bytes: what is the same in all rows.
+struct Group {
+    int n, padded, blocks;       // elements; rounded up to sixteen
+    int present[5], used[5];     // elements of each block; rounded up to sixteen
+    int64_t left, block, bytes;  // first column; in a row of the state: the first block, the first byte of trits
+
+    Group(const LeantuneTernary *t, int64_t left) : present(), used(), left(left), block(left / t->block), bytes(left / 5) {
+        const int64_t wide = 5 * (int64_t)t->block, rest = t->cols - left;
+        n = (int)(rest < wide ? rest : wide);
+        padded = (n + 15) / 16 * 16;
+        blocks = (n + t->block - 1) / t->block;
+        for (int b = 0; b < blocks; b++) {
+            present[b] = n - b * t->block < t->block ? n - b * t->block : t->block;
+            used[b] = (present[b] + 15) / 16 * 16;
+        }
+    }
+};
 
 // What belongs to the columns, worked out once for all rows. Behind the last column everything is 0.
 struct Columns {
     int64_t wide, span;              // columns, rounded up to whole blocks and to sixteen
     std::vector<float> memory;
-    float *times, *over, *units;     // f of the stored v; 1 / f of the new; 1 / OCTAVE in live columns
+    float *times, *over;             // f of the stored v; 1 / f of the new
+    int32_t *live;                   // all ones in live columns
     float *carried, *basis;          // V^T of the stored carry and of this step, (rank, wide)
     float *count;                    // live elements of each block, 1 at least
+    std::vector<Group> groups;
 
     Columns(const LeantuneTernary *t)
-        : wide(t->blocks_per_row * t->block), span((t->cols + 15) / 16 * 16), memory((size_t)((3 + 2 * t->rank) * wide + t->blocks_per_row)) {
-        times = memory.data();
+        : wide(t->blocks_per_row * t->block), span((t->cols + 15) / 16 * 16), memory((size_t)((3 + 2 * t->rank) * wide + t->blocks_per_row) + LINE / sizeof(float)) {
+        times = aligned(memory.data());
         over = times + wide;
-        units = over + wide;
-        carried = units + wide;
+        live = (int32_t *)(over + wide);
+        carried = over + 2 * wide;
         basis = carried + t->rank * wide;
         count = basis + t->rank * wide;
         relative(t->column_means, t->cols, times);
         relative(t->new_column_means, t->cols, over);
         for (int64_t j = 0; j < t->cols; j++) {
-            units[j] = over[j] > 0.0f ? 1.0f / OCTAVE : 0.0f;
+            live[j] = over[j] > 0.0f ? -1 : 0;
             count[j / t->block] += over[j] > 0.0f ? 1.0f : 0.0f;
             over[j] = over[j] > 0.0f ? 1.0f / over[j] : 0.0f;
         }
         for (int64_t b = 0; b < t->blocks_per_row; b++) count[b] = count[b] > 1.0f ? count[b] : 1.0f;
+        for (int64_t left = 0; left < t->cols; left += 5 * (int64_t)t->block) groups.emplace_back(t, left);
         for (int k = 0; k < t->rank; k++)
             for (int64_t j = 0; j < t->cols; j++) {
                 carried[k * wide + j] = from_bf16(t->carry_columns[j * t->rank + k]);
-                basis[k * wide + j] = units[j] > 0.0f ? from_bf16(t->basis[j * t->rank + k]) : 0.0f;
+                basis[k * wide + j] = live[j] ? from_bf16(t->basis[j * t->rank + k]) : 0.0f;
             }
     }
 
@@ -143,58 +210,57 @@ struct Columns {
 // Memory of this thread that outlives the call: giving it back each time would have the system clear it each time.
 template <class Number> static Number *kept(size_t size) {
     static thread_local std::vector<Number> memory;
-    if (memory.size() < size) memory.resize(size);
-    return memory.data();
+    if (memory.size() < size + LINE / sizeof(Number)) memory.resize(size + LINE / sizeof(Number));
+    return aligned(memory.data());
 }
 
-// Up to four rows between their decoding and their encoding, (4, wide) each, and scratch for one group: five
-// neighbouring blocks of a row (the last of a row fewer), whose trits share bytes.
+// A few rows between their decoding and their encoding, and scratch for one group. What belongs to the columns is read
+// block by block for all rows of the panel, so that it stays in the first cache.
 struct Panel {
-    int64_t wide;
-    int rows;  // that fit: four, or fewer where four would leave the caches
-    float *u, *ratio, *residual, *offset, *work, *second_work;
-    uint32_t *bits;
-    uint8_t *old_trits, *trits, *second;
+    int64_t wide, group;                 // elements of a row and of a group, rounded up to whole blocks
+    int64_t wide_digits, digits;         // bytes for their digits: unpack() writes up to four behind the last
+    int rows;                            // that fit: as many as the second cache holds well, eight at most
+    float *u, *ratio;                    // (rows, wide)
+    float *sums;                         // of the ratios, by block: (rows, blocks of a row)
+    float *residual;                     // (rows, group)
+    float *squares;                      // of the residual, by block: (rows, 5)
+    float *tables;                       // what digits decode to, by block: of u and of v: (rows, 5, 2, 4)
+    float *before, *exact, *stored;      // beta1 U; U; U as it is stored: (rows, rank)
+    float *offset, *work, *second_work;  // (group)
+    uint32_t *words;                     // (group / 2)
+    uint8_t *old_trits;                  // of v, (rows, wide_digits)
+    uint8_t *momentum[2];                // digits, (rows, digits)
+    uint8_t *trits;                      // (digits)
 
-    Panel(const LeantuneTernary *t, const Columns &columns) : wide(columns.wide), rows(columns.wide <= 2048 ? 4 : columns.wide <= 8192 ? 2 : 1) {
-        const int64_t group = 5 * (int64_t)t->block + 16, size = rows * wide;
-        u = kept<float>((size_t)((t->rank ? 3 : 2) * size + 4 * group));
-        ratio = u + size;
-        residual = t->rank ? ratio + size : u;  // without a carry the residual is u itself, until a plane is taken off
-        offset = ratio + size * (t->rank ? 2 : 1);
-        work = offset + group;
-        second_work = work + group;
-        bits = (uint32_t *)(second_work + group);
-        old_trits = kept<uint8_t>((size_t)(size + 3 * group));
-        trits = old_trits + size + group;  // unpack() writes up to four digits behind the last
-        second = trits + group;
+    Panel(const LeantuneTernary *t, const Columns &columns) : wide(columns.wide), group(5 * (int64_t)t->block), wide_digits(wide + LINE), digits(group + LINE) {
+        const int64_t fit = PANEL / wide;
+        rows = (int)(fit < 1 ? 1 : fit > 8 ? 8 : fit);
+        const struct { float **name; int64_t size; } floats[] = {
+            {&u, rows * wide}, {&ratio, rows * wide}, {&sums, rows * t->blocks_per_row}, {&residual, rows * group},
+            {&squares, rows * 5}, {&tables, rows * 40}, {&before, rows * t->rank}, {&exact, rows * t->rank},
+            {&stored, rows * t->rank}, {&offset, group}, {&work, group}, {&second_work, group}, {(float **)&words, group / 2 + 16}};
+        const struct { uint8_t **name; int64_t size; } bytes[] = {
+            {&old_trits, rows * wide_digits}, {&momentum[0], rows * digits}, {&momentum[1], t->planes == 2 ? rows * digits : 0}, {&trits, digits}};
+        int64_t size = 0;
+        for (const auto &part : floats) size += lines(4 * part.size);
+        for (const auto &part : bytes) size += lines(part.size);
+        uint8_t *memory = kept<uint8_t>((size_t)size);
+        for (const auto &part : floats) *part.name = (float *)memory, memory += lines(4 * part.size);
+        for (const auto &part : bytes) *part.name = memory, memory += lines(part.size);
     }
-};
-
-struct Group {
-    int n, blocks, padded;
-    int64_t row, left, first_block, bytes;  // left: first column; bytes: offset of its trits in the state's rows
-    Group(const LeantuneTernary *t, int64_t row, int64_t left) : row(row), left(left) {
-        const int64_t wide = 5 * (int64_t)t->block, rest = t->cols - left;
-        n = (int)(rest < wide ? rest : wide);
-        blocks = (n + t->block - 1) / t->block;
-        padded = (n + 15) / 16 * 16;
-        first_block = row * t->blocks_per_row + left / t->block;
-        bytes = row * t->bytes_per_row + left / 5;
-    }
-    int present(const LeantuneTernary *t, int b) const { return n - b * t->block < t->block ? n - b * t->block : t->block; }
-    int used(const LeantuneTernary *t, int b) const { return (present(t, b) + 15) / 16 * 16; }
+    static int64_t lines(int64_t size) { return (size + LINE - 1) / LINE * LINE; }
 };
 
 // -- decode and rule --------------------------------------------------------------------------------------------------
 
-// u = beta1 U V^T of a row, for what the trits and the gradient are added to. `mine`: beta1 U.
-static void start_from_carry(const Columns &columns, const float *mine, int rank, float *__restrict u) {
+// u = beta1 U V^T of a block, for what the trits and the gradient are added to. `before`: beta1 U.
+static void start_from_carry(const float *columns, int64_t wide, const float *before, int rank, float *__restrict u, int size) {
     for (int k = 0; k < rank; k++) {
-        const Floats factor = all(mine[k]);
-        const float *column = columns.carried + k * columns.wide;
-        for (int64_t i = 0; i < columns.span; i += WIDTH)
-            store(u + i, k ? fma(factor, load(column + i), load(u + i)) : factor * load(column + i));
+        const Floats factor = all(before[k]);
+        for (int i = 0; i < size; i += WIDTH) {
+            const Floats part = load(columns + k * wide + i);
+            store(u + i, k ? fma(factor, part, load(u + i)) : factor * part);
+        }
     }
 }
 
@@ -204,189 +270,202 @@ static void add_plane(const uint8_t *digits, float scale, float *u, int size) {
     for (int i = 0; i < size; i += WIDTH) store(u + i, load(u + i) + pick(table, widen(digits + i)));
 }
 
-// What of a block's state the rule reads.
-struct Stored {
-    const uint8_t *momentum, *variance;  // digits
-    float scale;
-    uint16_t level, step;
-};
-
 // Where beta1 C of a block comes from: nowhere, from four products of U and V, or from `u`, where it already is.
 enum Carry { NONE, FOUR, READY };
 
-struct Carried {
-    const float *row, *columns;  // beta1 U of the row, (rank); V^T from the block's first column on
-    int64_t wide;
+// What a block is decoded from, but for the gradient, and what it is decoded to.
+struct Block {
+    const uint8_t *momentum, *variance;  // digits
+    const float *tables;                 // what they mean
+    const float *before, *carried;       // beta1 U of the row; V^T from the block's first column on
+    const float *times, *over;
+    float *u, *ratio;
 };
 
 // A block's v and u of this step from what is stored and the gradient: u is left in `u`, v / f in `ratio`; returns the
 // sum of the latter.
 template <Carry CARRY, class Element>
-static float rule(const LeantuneTernary *t, const Element *grad, const Stored &stored, const Carried &carried,
-                  const float *times, const float *over, float *u, float *ratio, int size) {
-    const int32_t centre = (int32_t)((uint32_t)stored.level << 16), octaves = (int32_t)(from_bf16(stored.step) * OCTAVE);
-    const Table old_u(-t->beta1 * stored.scale, 0.0f, t->beta1 * stored.scale);
-    const Table old_v(t->beta2 * from_pattern((int64_t)centre - octaves), t->beta2 * from_pattern(centre),
-                      t->beta2 * from_pattern((int64_t)centre + octaves));
+static float rule(const LeantuneTernary *t, const Element *grad, const Block &block, int64_t wide, int size) {
+    const Block x = block;  // the compiler must not think that storing changes it
+    const Table old_u(x.tables), old_v(x.tables + 4);
     const Floats rest1 = all(t->rest1), rest2 = all(t->rest2), bias = all(__builtin_sqrtf(t->bias)), eps = all(t->eps),
                  factor = all(t->grad_scale);
+    const float *first = x.carried, *second = first + wide, *third = second + wide, *fourth = third + wide;
     Floats of_carry[4];
     if (CARRY == FOUR)
-        for (int k = 0; k < 4; k++) of_carry[k] = all(carried.row[k]);
+        for (int k = 0; k < 4; k++) of_carry[k] = all(x.before[k]);
     Sum sum;
     for (int i = 0; i < size; i += 16)
         for (int p = 0; p < PARTS; p++) {
             const int at = i + p * WIDTH;
             const Floats g = read(grad + at) * factor;
-            const Floats v = fma(pick(old_v, widen(stored.variance + at)), load(times + at), rest2 * g * g);
-            Floats before = pick(old_u, widen(stored.momentum + at));
-            if (CARRY == FOUR)
-                for (int k = 0; k < 4; k++) before = fma(of_carry[k], load(carried.columns + k * carried.wide + at), before);
-            if (CARRY == READY) before += load(u + at);
-            store(u + at, fma(g / fma(root(v), bias, eps), rest1, before));
-            const Floats relative = v * load(over + at);
-            store(ratio + at, relative);
+            const Floats v = fma(pick(old_v, widen(x.variance + at)), load(x.times + at), rest2 * g * g);
+            Floats before = pick(old_u, widen(x.momentum + at));
+            if (CARRY == FOUR) {
+                before = fma(of_carry[0], load(first + at), before);
+                before = fma(of_carry[1], load(second + at), before);
+                before = fma(of_carry[2], load(third + at), before);
+                before = fma(of_carry[3], load(fourth + at), before);
+            }
+            if (CARRY == READY) before += load(x.u + at);
+            store(x.u + at, fma(g / fma(root(v), bias, eps), rest1, before));
+            const Floats relative = v * load(x.over + at);
+            store(x.ratio + at, relative);
             sum.part[p] += relative;
         }
     return total(sum);
 }
 
 template <Carry CARRY>
-static float rule(const LeantuneTernary *t, int64_t offset, int present, const Stored &stored, const Carried &carried,
-                  const float *times, const float *over, float *work, float *u, float *ratio) {
+static float rule(const LeantuneTernary *t, int64_t offset, int present, const Block &block, int64_t wide, float *work) {
     const int used = (present + 15) / 16 * 16;
     if (t->grad_column == 1 && present == used) {
-        if (t->grad_dtype == LEANTUNE_FLOAT32)
-            return rule<CARRY>(t, (const float *)t->grad + offset, stored, carried, times, over, u, ratio, used);
-        return rule<CARRY>(t, (const uint16_t *)t->grad + offset, stored, carried, times, over, u, ratio, used);
+        if (t->grad_dtype == LEANTUNE_FLOAT32) return rule<CARRY>(t, (const float *)t->grad + offset, block, wide, used);
+        return rule<CARRY>(t, (const uint16_t *)t->grad + offset, block, wide, used);
     }
     read_row(t->grad, t->grad_dtype, offset, t->grad_column, present, work);
     fill(work, 0.0f, present, used);
-    return rule<CARRY>(t, (const float *)work, stored, carried, times, over, u, ratio, used);
+    return rule<CARRY>(t, (const float *)work, block, wide, used);
 }
 
 // -- the second moment's encoding -------------------------------------------------------------------------------------
 
-// What is found out about a block of ratios v / f on the way to its level, step and trits. Each stage runs over all
-// blocks of a group before the next: what one waits for, the others fill.
-struct LogBlock {
-    float sum, count;                // of the ratios; of live elements
-    float offsets, products;         // sums: of the offsets, of the offsets times the old trits
-    float once, twice;               // sums: of the old trits, of their squares
-    float inverse, shift, reach;     // 1 / d; the level, from the mean, in octaves; the float of l + d
-    float kept;                      // sum of what of the ratios the largest trit reaches
-    uint16_t level, step;
-    bool empty() const { return !(sum / count > EMPTY); }
+// What is found out about the ratios v / f of a group's blocks on the way to their levels, steps and trits, a lane a
+// block. Each stage runs over all blocks before the next: what one waits for, the others fill.
+enum { LANES = 8 };
+struct LogBlocks {
+    float sum[LANES], count[LANES];         // of the ratios; of live elements
+    float offsets[LANES], products[LANES];  // sums: of the offsets, of the offsets times the old trits; in octaves
+    float once[LANES], twice[LANES];        // sums: of the old trits, of their squares
+    float previous[LANES];                  // the step where these do not tell: that of the last coding
+    float inverse[LANES], shift[LANES], reach[LANES];  // 1 / d; the level, from the mean, in octaves; the float of l + d
+    float kept[LANES];                      // sum of what of the ratios the largest trit reaches
+    int32_t level[LANES], step[LANES];
 };
 
-// Offsets of log v / f from that of the mean, in octaves, and their sums with `old`, the digits of the last coding.
-static void log_offsets(LogBlock &block, const float *ratio, const uint8_t *old, const float *units, float *offset, int size) {
-    const float mean = block.sum / block.count, share = mean * FLOOR;
+// Offsets of log v / f from that of the mean, in units of 1 / OCTAVE, and their sums with `old`, the digits of the last
+// coding; `live`: masks of live columns.
+template <bool DEAD>
+INLINE void log_offsets(LogBlocks &blocks, int b, const float *ratio, const uint8_t *old, const int32_t *live, float *offset, int size) {
+    const float mean = blocks.sum[b] / blocks.count[b], share = mean * FLOOR;
     const Floats least = all(share > TINY ? share : TINY);
     const Ints from = all_ints(pattern_of(mean));
     Sum offsets, products;
-    int zeros = 0, twos = 0;
+    DigitCount count;
     for (int i = 0; i < size; i += 16) {
         for (int p = 0; p < PARTS; p++) {
             const int at = i + p * WIDTH;
-            const Floats octaves = to_floats(bits_of(larger(load(ratio + at), least)) - from) * load(units + at);
-            store(offset + at, octaves);
-            offsets.part[p] += octaves;
-            products.part[p] = fma(octaves, to_floats(widen(old + at)), products.part[p]);
+            Ints units = bits_of(larger(load(ratio + at), least)) - from;
+            if (DEAD) units &= *(const Ints *)(live + at);
+            const Floats distance = to_floats(units);
+            store(offset + at, distance);
+            offsets.part[p] += distance;
+            products.part[p] = fma(distance, to_floats(widen(old + at)), products.part[p]);
         }
-        count_digits(old + i, zeros, twos);
+        count.add(old + i);
     }
-    block.offsets = total(offsets);
-    block.products = total(products) - block.offsets;  // trits are digits less 1
-    block.once = (float)(twos - zeros);
-    block.twice = (float)(twos + zeros);
+    blocks.offsets[b] = total(offsets) * (1.0f / OCTAVE);
+    blocks.products[b] = total(products) * (1.0f / OCTAVE) - blocks.offsets[b];  // trits are digits less 1
+    blocks.once[b] = (float)(count.sum() - size);
+    blocks.twice[b] = (float)(size - count.ones());
 }
 
 // The first log-step of a block, from the spread of its offsets.
-static float first_step(const float *offset, float average, float count, int size) {
+static float first_step(const LogBlocks &blocks, int b, const float *offset, int size) {
     Sum squares;
     for (int i = 0; i < size; i += 16)
         for (int p = 0; p < PARTS; p++) {
             const Floats octaves = load(offset + i + p * WIDTH);
             squares.part[p] = fma(octaves, octaves, squares.part[p]);
         }
-    const float square = total(squares) / count - average * average;
+    const float average = blocks.offsets[b] / blocks.count[b];
+    const float square = total(squares) * (1.0f / OCTAVE / OCTAVE) / blocks.count[b] - average * average;
     return __builtin_sqrtf(square > 0.0f ? square : 0.0f) * FIRST_STEP;
 }
 
-// The level and the step. `previous`: the step of the last coding.
-INLINE void choose_level(LogBlock &block, uint16_t previous, const float *offset, int size) {
-    block.level = block.step = 0;
-    block.inverse = block.shift = block.reach = 0.0f;
-    if (block.empty()) return;
-    const float average = block.offsets / block.count;
-    const int32_t centre = pattern_of(block.sum / block.count);
-    int32_t upper = (centre + (int32_t)(average * OCTAVE) + (1 << 15)) >> 16;
-    if (upper > LARGEST_LEVEL) upper = LARGEST_LEVEL;
-    float step = from_bf16(previous);
-    if (previous) {
-        const float spread = block.twice * block.count - block.once * block.once;
-        if (spread > 0.0f) step = (block.products * block.count - block.offsets * block.once) / spread;
-    } else {
-        step = first_step(offset, average, block.count, size);
+// The levels and the steps.
+static void choose_levels(LogBlocks &x) {
+    for (int b = 0; b < LANES; b++) {
+        const float mean = x.sum[b] / x.count[b], average = x.offsets[b] / x.count[b];
+        const int32_t centre = pattern_of(mean), live = mean > EMPTY ? -1 : 0;
+        int32_t upper = (centre + (int32_t)(average * OCTAVE) + (1 << 15)) >> 16;
+        upper = (upper < LARGEST_LEVEL ? upper : LARGEST_LEVEL) & live;
+        const float spread = x.twice[b] * x.count[b] - x.once[b] * x.once[b];
+        const float slope = (x.products[b] * x.count[b] - x.offsets[b] * x.once[b]) / (spread > 0.0f ? spread : 1.0f);
+        float step = spread > 0.0f ? slope : x.previous[b];
+        step = step < LEAST_STEP ? LEAST_STEP : step;
+        step = step > MOST_STEP ? MOST_STEP : step;
+        x.step[b] = to_bf16(step);
+        step = from_bf16((uint16_t)x.step[b]);
+        x.step[b] &= live;
+        x.level[b] = upper;
+        x.inverse[b] = from_pattern(pattern_of(1.0f / step) & live);
+        x.shift[b] = (float)(((upper << 16) - centre) & live) * (1.0f / OCTAVE);
+        x.reach[b] = from_pattern(((upper << 16) + (int32_t)(step * OCTAVE)) & live);
     }
-    block.step = to_bf16(step < LEAST_STEP ? LEAST_STEP : step > MOST_STEP ? MOST_STEP : step);
-    block.level = (uint16_t)upper;
-    step = from_bf16(block.step);
-    block.inverse = 1.0f / step;
-    block.shift = (float)((upper << 16) - centre) * (1.0f / OCTAVE);
-    block.reach = from_pattern(((int64_t)upper << 16) + (int32_t)(step * OCTAVE));
 }
 
 // The digits of floor(clamp((offset - shift) / d, -1, 1) + uniform), uniform from the low 16 bits, in units of 2^-16.
-static void round_trits(LogBlock &block, const float *offset, const float *ratio, const uint32_t *bits, uint8_t *digits, int size) {
-    const Floats scale = all(block.inverse * 65536.0f), base = all(65536.0f - block.shift * block.inverse * 65536.0f),
-                 least = Floats{}, most = all(131072.0f), reach = all(block.reach);
+INLINE void round_trits(LogBlocks &blocks, int b, const float *offset, const float *ratio, const uint32_t *words, uint8_t *digits, int size) {
+    const float inverse = blocks.inverse[b] * 65536.0f;
+    const Floats scale = all(inverse * (1.0f / OCTAVE)), base = all(65536.0f - blocks.shift[b] * inverse), least = Floats{},
+                 most = all(131072.0f), reach = all(blocks.reach[b]);
     Sum kept;
     for (int i = 0; i < size; i += 16) {
         Ints digit[PARTS];
         for (int p = 0; p < PARTS; p++) {
             const int at = i + p * WIDTH;
             const Floats place = smaller(larger(fma(load(offset + at), scale, base), least), most);
-            digit[p] = (truncate(place) + (*(const Ints *)(bits + at) & 0xFFFF)) >> 16;
+            digit[p] = (truncate(place) + state_bits(words + i / 2, p)) >> 16;
             kept.part[p] += smaller(load(ratio + at), reach);
         }
         narrow(digit, digits + i);
     }
-    block.kept = total(kept);
+    blocks.kept[b] = total(kept);
 }
 
-// The level rises by what lies beyond it and its step, where that is much: what is cut off would compound.
-INLINE void raise_level(LogBlock &block) {
-    if (block.empty()) return;
-    const int32_t missing = (pattern_of(block.sum) - pattern_of(block.kept) + (1 << 15)) >> 16;
-    const int32_t raised = block.level + (missing >= LEAST_RAISE ? missing : 0);
-    block.level = (uint16_t)(raised > LARGEST_LEVEL ? LARGEST_LEVEL : raised);
+// Levels rise by what lies beyond them and their step, where that is much: what is cut off would compound.
+static void raise_levels(LogBlocks &x) {
+    for (int b = 0; b < LANES; b++) {
+        const int32_t missing = (pattern_of(x.sum[b]) - pattern_of(x.kept[b]) + (1 << 15)) >> 16;
+        const int32_t raised = x.level[b] + (missing >= LEAST_RAISE ? missing : 0);
+        x.level[b] = x.step[b] ? (raised > LARGEST_LEVEL ? LARGEST_LEVEL : raised) : 0;
+    }
 }
 
-// Encode v / f of a group: trits into `digits`, level and step into the state.
-static void encode_variance(const LeantuneTernary *t, const Columns &columns, const Group &g, const float *ratio,
-                            const uint8_t *old, const float *sums, float *offset, const uint32_t *bits, uint8_t *digits) {
-    const float *units = columns.units + g.left;
-    LogBlock blocks[5];
+// Encode v / f of a group: trits into `digits`, levels and steps into the state.
+static void encode_variance(const LeantuneTernary *t, const Columns &columns, const Group &g, int64_t row, const float *ratio,
+                            const uint8_t *old, const float *sums, float *offset, const uint32_t *words, uint8_t *digits) {
+    const int32_t *live = columns.live + g.left;
+    const float *count = columns.count + g.block;
+    uint16_t *level = t->variance_level + row * t->blocks_per_row + g.block, *step = t->variance_step + row * t->blocks_per_row + g.block;
+    LogBlocks blocks = {};
+    for (int b = 0; b < LANES; b++) blocks.count[b] = 1.0f;
     for (int b = 0; b < g.blocks; b++) {
         const int at = b * t->block;
-        blocks[b].sum = sums[b];
-        blocks[b].count = columns.count[g.left / t->block + b];
-        log_offsets(blocks[b], ratio + at, old + at, units + at, offset + at, g.used(t, b));
+        blocks.sum[b] = sums[b];
+        blocks.count[b] = count[b];
+        blocks.previous[b] = from_bf16(step[b]);
+        if (count[b] < (float)g.used[b])
+            log_offsets<true>(blocks, b, ratio + at, old + at, live + at, offset + at, g.used[b]);
+        else
+            log_offsets<false>(blocks, b, ratio + at, old + at, live + at, offset + at, g.used[b]);
+        if (!step[b]) {
+            blocks.previous[b] = first_step(blocks, b, offset + at, g.used[b]);
+            blocks.once[b] = blocks.twice[b] = 0.0f;
+        }
     }
-    for (int b = 0; b < g.blocks; b++)
-        choose_level(blocks[b], t->variance_step[g.first_block + b], offset + b * t->block, g.used(t, b));
+    choose_levels(blocks);
     for (int b = 0; b < g.blocks; b++) {
-        const int at = b * t->block, used = g.used(t, b);
-        round_trits(blocks[b], offset + at, ratio + at, bits + at, digits + at, used);
-        if (blocks[b].count < (float)used)
-            for (int i = at; i < at + used; i++) digits[i] = units[i] > 0.0f ? digits[i] : 1;
+        const int at = b * t->block;
+        round_trits(blocks, b, offset + at, ratio + at, words + at / 2, digits + at, g.used[b]);
+        if (count[b] < (float)g.used[b])
+            for (int i = at; i < at + g.used[b]; i++) digits[i] = live[i] ? digits[i] : 1;
     }
+    raise_levels(blocks);
     for (int b = 0; b < g.blocks; b++) {
-        raise_level(blocks[b]);
-        t->variance_level[g.first_block + b] = blocks[b].level;
-        t->variance_step[g.first_block + b] = blocks[b].step;
+        level[b] = (uint16_t)blocks.level[b];
+        step[b] = (uint16_t)blocks.step[b];
     }
 }
 
@@ -402,38 +481,52 @@ static float sum_of_squares(const float *x, int size) {
     return total(squares);
 }
 
-// The digits of sign(r) where |r| > limit; sums: of the chosen |r|, and their number.
-static void choose_trits(const float *__restrict residual, float limit, uint8_t *__restrict digits, int size, float *sums) {
+// The digits of sign(r) where |r| > limit; the sum of the chosen |r|, and their number.
+INLINE void choose_trits(const float *residual, float limit, uint8_t *digits, int size, float *sum, float *count) {
     const Floats threshold = all(limit);
-    Sum chosen;
-    int number = 0;
+    Sum chosen, number;
+    Ints counted[PARTS] = {};
     for (int i = 0; i < size; i += 16) {
-        Ints above[PARTS], below[PARTS];
+        Ints kept[PARTS];
+        Floats r[PARTS];
         for (int p = 0; p < PARTS; p++) {
-            const Floats r = load(residual + i + p * WIDTH);
-            above[p] = (Ints)(r > threshold);
-            below[p] = (Ints)(r < -threshold);
-            chosen.part[p] += keep(r, above[p]) - keep(r, below[p]);
+            r[p] = load(residual + i + p * WIDTH);
+            const Floats magnitude = of_bits(bits_of(r[p]) & 0x7FFFFFFF);
+            kept[p] = (Ints)(magnitude > threshold);
+            chosen.part[p] += keep(magnitude, kept[p]);
+            counted[p] -= kept[p];
         }
-        number += ternary_digits(above, below, digits + i);
+        signed_digits(kept, r, digits + i);
     }
-    sums[0] = total(chosen);
-    sums[1] = (float)number;
+    for (int p = 0; p < PARTS; p++) number.part[p] = to_floats(counted[p]);
+    *sum = total(chosen);
+    *count = total(number);
 }
 
-// T(residual) of a group's blocks: digits, and scales into the state; `scales`: as they were stored.
-static void encode_momentum(const LeantuneTernary *t, const Group &g, int plane, const float *residual, uint8_t *digits, float *scales) {
-    float limits[5], sums[5][2];
-    for (int b = 0; b < g.blocks; b++)
-        limits[b] = sum_of_squares(residual + b * t->block, g.used(t, b)) / (float)g.present(t, b);
+// T(residual) of a group's blocks, whose squares sum to `squares`: digits, and scales into the state; `scales`: as they
+// were stored.
+static void encode_momentum(const LeantuneTernary *t, const Group &g, int64_t row, int plane, const float *residual, const float *squares,
+                            uint8_t *digits, float *scales) {
+    float limits[LANES] = {}, sums[LANES] = {}, counts[LANES] = {};
+    uint16_t *stored = t->momentum_scale[plane] + row * t->blocks_per_row + g.block;
+    for (int b = 0; b < g.blocks; b++) limits[b] = squares[b] / (float)g.present[b];
+    for (int b = 0; b < LANES; b++) limits[b] = __builtin_sqrtf(limits[b]) * THRESHOLD;
+    for (int b = 0; b < g.blocks; b++) choose_trits(residual + b * t->block, limits[b], digits + b * t->block, g.used[b], sums + b, counts + b);
     for (int b = 0; b < g.blocks; b++) {
-        const int at = b * t->block;
-        choose_trits(residual + at, __builtin_sqrtf(limits[b]) * THRESHOLD, digits + at, g.used(t, b), sums[b]);
+        stored[b] = to_bf16(sums[b] / (counts[b] > 1.0f ? counts[b] : 1.0f));
+        scales[b] = from_bf16(stored[b]);
     }
+}
+
+static void block_squares(const LeantuneTernary *t, const Group &g, const float *residual, float *squares) {
     for (int b = 0; b < g.blocks; b++) {
-        uint16_t *stored = t->momentum_scale[plane] + g.first_block + b;
-        *stored = to_bf16(sums[b][0] / (sums[b][1] > 1.0f ? sums[b][1] : 1.0f));
-        scales[b] = from_bf16(*stored);
+        Sum sum;
+        for (int i = b * t->block; i < b * t->block + g.used[b]; i += 16)
+            for (int p = 0; p < PARTS; p++) {
+                const Floats value = load(residual + i + p * WIDTH);
+                sum.part[p] = fma(value, value, sum.part[p]);
+            }
+        squares[b] = total(sum);
     }
 }
 
@@ -442,7 +535,7 @@ static void subtract_plane(const LeantuneTernary *t, const Group &g, const float
                            const float *scales, float *out) {
     for (int b = 0; b < g.blocks; b++) {
         const Table table(scales[b], 0.0f, -scales[b]);
-        const int start = b * t->block, end = start + g.used(t, b);
+        const int start = b * t->block, end = start + g.used[b];
         for (int i = start; i < end; i += WIDTH) store(out + i, load(residual + i) + pick(table, widen(digits + i)));
     }
 }
@@ -458,14 +551,14 @@ static void store_bf16_nearest(const float *__restrict values, uint16_t *__restr
 }
 
 static void store_bf16(const uint32_t *__restrict pattern, const uint32_t *__restrict bits, uint16_t *__restrict weight, int n) {
-    for (int i = 0; i < n; i++) weight[i] = (uint16_t)((pattern[i] + (bits[i] >> 16)) >> 16);
+    for (int i = 0; i < n; i++) weight[i] = (uint16_t)((pattern[i] + weight_bits_of(bits, i)) >> 16);
 }
 
 // The nearest bf16 and an 8-bit remainder; `keep` masks the random bits, `half` rounds to nearest instead.
 static void store_24(const uint32_t *__restrict pattern, const uint32_t *__restrict bits, uint32_t keep, uint32_t half,
                      uint16_t *__restrict weight, int8_t *__restrict remainder, int n) {
     for (int i = 0; i < n; i++) {
-        const uint32_t noise = ((bits[i] >> 16) & keep) + half;
+        const uint32_t noise = (weight_bits_of(bits, i) & keep) + half;
         const int32_t units = (int32_t)(pattern[i] + noise) >> 8, high = (units + 128) >> 8;
         weight[i] = (uint16_t)high;
         remainder[i] = (int8_t)(units - high * 256);
@@ -477,22 +570,29 @@ static void add_remainder(uint32_t *__restrict pattern, const int8_t *__restrict
 }
 
 // step = u + beta1 / (1 - beta1) (residual - s q), the residual of the last plane.
-struct Release {
-    Table table;
-    Floats factor;
-    Release(float scale, float release) : table(scale, 0.0f, -scale), factor(all(release)) {}
-    __attribute__((always_inline)) Floats step(const float *u, const float *residual, const uint8_t *digits) const {
-        return fma(factor, load(residual) + pick(table, widen(digits)), load(u));
-    }
-};
+static void released_step(const LeantuneTernary *t, float scale, const float *u, const float *residual, const uint8_t *digits,
+                          float *step, int size) {
+    const Table table(scale, 0.0f, -scale);
+    const Floats release = all(t->release);
+    for (int i = 0; i < size; i += WIDTH)
+        store(step + i, fma(release, load(residual + i) + pick(table, widen(digits + i)), load(u + i)));
+}
 
 // The step of a block moves bf16 weights, stochastically rounded: the sum of a float's bits and sixteen random ones, cut.
-static void move_bf16(const LeantuneTernary *t, const Release &release, const float *u, const float *residual,
-                      const uint8_t *digits, const uint32_t *bits, uint16_t *weight, int size) {
-    const Floats decay = all(t->decay), rate = all(-t->lr);
-    for (int i = 0; i < size; i += WIDTH) {
-        const Floats w = fma(rate, release.step(u + i, residual + i, digits + i), read(weight + i) * decay);
-        narrow(((Words)w + (*(const Words *)(bits + i) >> 16)) >> 16, weight + i);
+static void move_bf16(const LeantuneTernary *t, float scale, const float *u, const float *residual, const uint8_t *digits,
+                      const uint32_t *bits, uint16_t *weight, int size) {
+    const Floats decay = all(t->decay), rate = all(-t->lr), dropped = all(-t->lr * t->release);
+    const float kept = t->lr * t->release * scale;
+    const Table table(-kept, 0.0f, kept);
+    for (int i = 0; i < size; i += 16) {
+        Words moved[PARTS];
+        for (int p = 0; p < PARTS; p++) {
+            const int at = i + p * WIDTH;
+            Floats w = fma(read(weight + at), decay, pick(table, widen(digits + at)));
+            w = fma(dropped, load(residual + at), fma(rate, load(u + at), w));
+            moved[p] = ((Words)w + weight_bits(bits + i / 2, p)) >> 16;
+        }
+        narrow(moved, weight + i);
     }
 }
 
@@ -516,19 +616,18 @@ static void write_weight(const LeantuneTernary *t, int64_t offset, const float *
 }
 
 // Move the weights of a group.
-static void move_group(const LeantuneTernary *t, const Group &g, const float *u, const float *residual, const uint8_t *digits,
+static void move_group(const LeantuneTernary *t, const Group &g, int64_t row, const float *u, const float *residual, const uint8_t *digits,
                        const float *scales, const uint32_t *bits, float *step, float *work) {
-    const int64_t offset = g.row * t->cols + g.left;
+    const int64_t offset = row * t->cols + g.left;
     const bool usual = t->weight_dtype == LEANTUNE_BFLOAT16 && t->stochastic && !t->remainder;
     for (int b = 0; b < g.blocks; b++) {
-        const int at = b * t->block, present = g.present(t, b), used = g.used(t, b);
-        const Release release(scales[b], t->release);
+        const int at = b * t->block, present = g.present[b], used = g.used[b];
         if (usual && present == used) {
-            move_bf16(t, release, u + at, residual + at, digits + at, bits + at, (uint16_t *)t->weight + offset + at, used);
+            move_bf16(t, scales[b], u + at, residual + at, digits + at, bits + at / 2, (uint16_t *)t->weight + offset + at, used);
             continue;
         }
-        for (int i = at; i < at + used; i += WIDTH) store(step + i, release.step(u + i, residual + i, digits + i));
-        write_weight(t, offset + at, step + at, bits + at, work, present);
+        released_step(t, scales[b], u + at, residual + at, digits + at, step + at, used);
+        write_weight(t, offset + at, step + at, bits + at / 2, work, present);
     }
 }
 
@@ -538,156 +637,189 @@ static void move_group(const LeantuneTernary *t, const Group &g, const float *u,
 static void fetch(const void *matrix, int dtype, int64_t start, int64_t cols) {
     const int64_t bytes = dtype == LEANTUNE_FLOAT32 ? 4 : 2;
     const char *from = (const char *)matrix + start * bytes;
-    for (int64_t i = 0; i < cols * bytes; i += 64) __builtin_prefetch(from + i);
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < cols * bytes; i += LINE) __builtin_prefetch(from + i);
 }
 
-// The first half of a row's step: what is stored becomes u and v / f; `sums`: of the latter, by block.
-static void decode_row(const LeantuneTernary *t, const Columns &columns, const Panel &panel, int64_t row, int r, float *sums) {
-    float *u = panel.u + r * panel.wide, *ratio = panel.ratio + r * panel.wide;
-    uint8_t *old = panel.old_trits + r * panel.wide;
-    fetch(t->weight, t->weight_dtype, row * t->cols, t->cols);
-    float mine[MOST_RANK];
-    for (int k = 0; k < t->rank; k++) mine[k] = t->beta1 * from_bf16(t->carry_rows[row * t->rank + k]);
-    if (t->rank && t->rank != 4) start_from_carry(columns, mine, t->rank, u);
-    for (int64_t left = 0; left < t->cols; left += 5 * t->block) {
-        const Group g(t, row, left);
-        unpack(t->momentum_trits[0] + g.bytes, g.n, panel.trits, g.padded);
-        if (t->planes == 2) unpack(t->momentum_trits[1] + g.bytes, g.n, panel.second, g.padded);
-        unpack(t->variance_trits + g.bytes, g.n, old + left, g.padded);
-        for (int b = 0; b < g.blocks; b++) {
-            const int64_t column = left + b * t->block, scalar = g.first_block + b;
-            const int64_t offset = row * t->grad_row + column * t->grad_column;
-            const Stored stored = {panel.trits + b * t->block, old + column, from_bf16(t->momentum_scale[0][scalar]),
-                                   t->variance_level[scalar], t->variance_step[scalar]};
-            const float *times = columns.times + column, *over = columns.over + column;
-            const Carried carried = {mine, columns.carried + column, columns.wide};
-            const int present = g.present(t, b);
-            float *sum = sums + column / t->block;
-            if (!t->rank)
-                *sum = rule<NONE>(t, offset, present, stored, carried, times, over, panel.work, u + column, ratio + column);
-            else if (t->rank == 4)
-                *sum = rule<FOUR>(t, offset, present, stored, carried, times, over, panel.work, u + column, ratio + column);
-            else
-                *sum = rule<READY>(t, offset, present, stored, carried, times, over, panel.work, u + column, ratio + column);
-            if (t->planes == 2)
-                add_plane(panel.second + b * t->block, t->beta1 * from_bf16(t->momentum_scale[1][scalar]), u + column, g.used(t, b));
-        }
+// What the digits of a row's blocks mean, in three lanes of four: beta1 s q, and beta2 times the values at level - d, level,
+// level + d.
+static void write_tables(const LeantuneTernary *t, const Group &g, int64_t row, float *tables) {
+    const int64_t first = row * t->blocks_per_row + g.block;
+    for (int b = 0; b < g.blocks; b++) {
+        const float scale = t->beta1 * from_bf16(t->momentum_scale[0][first + b]);
+        const int32_t centre = (int32_t)((uint32_t)t->variance_level[first + b] << 16);
+        const int32_t octaves = (int32_t)(from_bf16(t->variance_step[first + b]) * OCTAVE);
+        float *table = tables + 8 * b;
+        table[0] = -scale;
+        table[1] = 0.0f;
+        table[2] = scale;
+        table[4] = t->beta2 * from_pattern((int64_t)centre - octaves);
+        table[5] = t->beta2 * from_pattern(centre);
+        table[6] = t->beta2 * from_pattern((int64_t)centre + octaves);
     }
 }
 
-// <row, direction> for R rows.
-template <int R>
-static void dots(const float *rows, int64_t wide, int64_t span, const float *direction, float *out, int stride) {
-    Sum sums[R];
-    for (int64_t i = 0; i < span; i += 16)
-        for (int p = 0; p < PARTS; p++) {
-            const int64_t at = i + p * WIDTH;
-            const Floats across = load(direction + at);
-            for (int r = 0; r < R; r++) sums[r].part[p] = fma(load(rows + r * wide + at), across, sums[r].part[p]);
-        }
-    for (int r = 0; r < R; r++) out[r * stride] = total(sums[r]);
-}
-
-// residual -= U V_k, products_k += u^T W_k for direction k of R rows; `from`: what the residual starts as.
-template <int R>
-INLINE void take_direction(const float *u, const float *from, float *residual, int64_t wide, int64_t span, const float *direction,
-                           const float *stored, const float *exact, int stride, float *products) {
-    Floats taken[R], weight[R];
-    for (int r = 0; r < R; r++) taken[r] = all(-stored[r * stride]), weight[r] = all(exact[r * stride]);
-    for (int64_t i = 0; i < span; i += WIDTH) {
-        const Floats across = load(direction + i);
-        Floats sum = load(products + i);
-        for (int r = 0; r < R; r++) {
-            sum = fma(weight[r], load(u + r * wide + i), sum);
-            store(residual + r * wide + i, fma(taken[r], across, load(from + r * wide + i)));
-        }
-        store(products + i, sum);
+// The first half of a row's step, block b of a group: what is stored becomes u and v / f.
+static void decode_block(const LeantuneTernary *t, const Columns &columns, const Panel &panel, const Group &g, int64_t row, int r, int b) {
+    const int64_t inside = b * t->block, column = g.left + inside, at = r * panel.wide + column;
+    const int64_t offset = row * t->grad_row + column * t->grad_column;
+    const Block block = {panel.momentum[0] + r * panel.digits + inside, panel.old_trits + r * panel.wide_digits + column, panel.tables + 40 * r + 8 * b,
+                         panel.before + r * t->rank, columns.carried + column, columns.times + column, columns.over + column,
+                         panel.u + at, panel.ratio + at};
+    float *sum = panel.sums + r * t->blocks_per_row + g.block + b;
+    if (!t->rank) {
+        *sum = rule<NONE>(t, offset, g.present[b], block, columns.wide, panel.work);
+    } else if (t->rank == 4) {
+        *sum = rule<FOUR>(t, offset, g.present[b], block, columns.wide, panel.work);
+    } else {
+        start_from_carry(block.carried, columns.wide, block.before, t->rank, block.u, g.used[b]);
+        *sum = rule<READY>(t, offset, g.present[b], block, columns.wide, panel.work);
     }
+    if (t->planes == 2)
+        add_plane(panel.momentum[1] + r * panel.digits + inside,
+                  t->beta1 * from_bf16(t->momentum_scale[1][row * t->blocks_per_row + g.block + b]), block.u, g.used[b]);
 }
 
-// The same for four directions of one row, `basis` and `products` (4, wide).
-static void take_four(const float *__restrict u, float *__restrict residual, int64_t wide, int64_t span, const float *__restrict basis,
-                      const float *stored, const float *exact, float *__restrict products) {
-    Floats taken[4], weight[4];
-    for (int k = 0; k < 4; k++) taken[k] = all(-stored[k]), weight[k] = all(exact[k]);
-    for (int64_t i = 0; i < span; i += WIDTH) {
-        const Floats value = load(u + i);
-        Floats rest = value;
-        for (int k = 0; k < 4; k++) {
-            rest = fma(taken[k], load(basis + k * wide + i), rest);
-            store(products + k * wide + i, fma(weight[k], value, load(products + k * wide + i)));
-        }
-        store(residual + i, rest);
-    }
-}
-
-// U = u V of R rows, stored as bf16; the residual u - U V^T; products += u^T U.
-template <int R>
-static void project(const LeantuneTernary *t, const Columns &columns, int64_t first, const float *u, float *residual, float *products) {
-    const int rank = t->rank;
-    const int64_t wide = columns.wide, span = columns.span;
-    float exact[R * MOST_RANK], stored[R * MOST_RANK];
-    for (int k = 0; k < rank; k++) dots<R>(u, wide, span, columns.basis + k * wide, exact + k, rank);
-    for (int i = 0; i < R * rank; i++) {
-        t->carry_rows[first * rank + i] = to_bf16(exact[i]);
-        stored[i] = from_bf16(t->carry_rows[first * rank + i]);
-    }
-    if (rank == 4) {
-        for (int r = 0; r < R; r++)
-            take_four(u + r * wide, residual + r * wide, wide, span, columns.basis, stored + 4 * r, exact + 4 * r, products);
-        return;
-    }
-    for (int k = 0; k < rank; k++)
-        take_direction<R>(u, k ? residual : u, residual, wide, span, columns.basis + k * wide, stored + k, exact + k, rank,
-                          products + k * wide);
-}
-
-// The same for any number of rows.
-static void project(const LeantuneTernary *t, const Columns &columns, const Panel &panel, int64_t first, int count, float *products) {
-    int r = 0;
-    if (count == 4) project<4>(t, columns, first, panel.u, panel.residual, products), r = 4;
-    for (; r + 2 <= count; r += 2)
-        project<2>(t, columns, first + r, panel.u + r * panel.wide, panel.residual + r * panel.wide, products);
-    if (r < count) project<1>(t, columns, first + r, panel.u + r * panel.wide, panel.residual + r * panel.wide, products);
-}
-
-// The second half of a row's step: encode v, then u; move the weights.
-static void encode_row(const LeantuneTernary *t, const Columns &columns, const Panel &panel, int64_t row, int r, const float *sums) {
-    const int64_t start = r * panel.wide;
-    float scales[5];
-    if (t->grad_column == 1 && row + panel.rows < t->rows)
-        fetch(t->grad, t->grad_dtype, (row + panel.rows) * t->grad_row, t->cols);
-    for (int64_t left = 0; left < t->cols; left += 5 * t->block) {
-        const Group g(t, row, left);
-        const int64_t at = start + left, block = left / t->block;
-        for (int b = 0; b < g.blocks; b++) random_bits(t->key, t->first_row + row, block + b, g.used(t, b), panel.bits + b * t->block);
-        encode_variance(t, columns, g, panel.ratio + at, panel.old_trits + at, sums + block, panel.offset, panel.bits, panel.trits);
-        pack(panel.trits, g.n, t->variance_trits + g.bytes);
-        const float *residual = panel.residual + at;
-        for (int plane = 0; plane < t->planes; plane++) {
-            if (plane) {
-                subtract_plane(t, g, residual, panel.trits, scales, panel.work);
-                residual = panel.work;
-                pack(panel.trits, g.n, t->momentum_trits[0] + g.bytes);
+// U += u V over a block, `basis` (rank, wide) from its first column on.
+static void add_dots(const float *u, const float *basis, int64_t wide, int rank, float *exact, int size) {
+    int k = 0;
+    for (; k + 4 <= rank; k += 4) {
+        Sum sums[4];
+        for (int i = 0; i < size; i += 16)
+            for (int p = 0; p < PARTS; p++) {
+                const Floats value = load(u + i + p * WIDTH);
+                for (int l = 0; l < 4; l++)
+                    sums[l].part[p] = fma(value, load(basis + (k + l) * wide + i + p * WIDTH), sums[l].part[p]);
             }
-            encode_momentum(t, g, plane, residual, panel.trits, scales);
+        float four[4];
+        totals(sums[0], sums[1], sums[2], sums[3], four);
+        for (int l = 0; l < 4; l++) exact[k + l] += four[l];
+    }
+    for (; k < rank; k++) {
+        Sum sum;
+        for (int i = 0; i < size; i += 16)
+            for (int p = 0; p < PARTS; p++) {
+                const int at = i + p * WIDTH;
+                sum.part[p] = fma(load(u + at), load(basis + k * wide + at), sum.part[p]);
+            }
+        exact[k] += total(sum);
+    }
+}
+
+// residual = from - U V^T over a block, and with REFRESH products += u^T U, for K directions; `basis` and `products`
+// (K, wide). Returns the sum of the residual's squares.
+template <int K, bool REFRESH>
+static float take_directions(const float *__restrict u, const float *from, float *residual, int64_t wide, const float *__restrict basis,
+                             const float *stored, const float *exact, float *__restrict products, int size) {
+    Floats taken[K], weight[K];
+    for (int k = 0; k < K; k++) taken[k] = all(-stored[k]), weight[k] = all(exact[k]);
+    Sum squares;
+    for (int i = 0; i < size; i += 16)
+        for (int p = 0; p < PARTS; p++) {
+            const int at = i + p * WIDTH;
+            const Floats value = load(u + at);
+            Floats rest = load(from + at);
+            for (int k = 0; k < K; k++) {
+                rest = fma(taken[k], load(basis + k * wide + at), rest);
+                if (REFRESH) store(products + k * wide + at, fma(weight[k], value, load(products + k * wide + at)));
+            }
+            store(residual + at, rest);
+            squares.part[p] = fma(rest, rest, squares.part[p]);
         }
-        move_group(t, g, panel.u + at, residual, panel.trits, scales, panel.bits, panel.offset, panel.second_work);
-        pack(panel.trits, g.n, t->momentum_trits[t->planes - 1] + g.bytes);
+    return total(squares);
+}
+
+// The same for all directions.
+static float take_carry(const LeantuneTernary *t, const float *u, float *residual, int64_t wide, const float *basis, const float *stored,
+                        const float *exact, float *products, int size) {
+    float squares = 0.0f;
+    const float *from = u;
+    int k = 0;
+    for (; k + 4 <= t->rank; k += 4, from = residual)
+        squares = (t->refresh ? take_directions<4, true> : take_directions<4, false>)(u, from, residual, wide, basis + k * wide, stored + k,
+                                                                                    exact + k, products + k * wide, size);
+    for (; k < t->rank; k++, from = residual)
+        squares = (t->refresh ? take_directions<1, true> : take_directions<1, false>)(u, from, residual, wide, basis + k * wide, stored + k,
+                                                                                    exact + k, products + k * wide, size);
+    return squares;
+}
+
+// The second half of a row's step, a group of it: encode v, then u; move the weights.
+static void encode_group(const LeantuneTernary *t, const Columns &columns, const Panel &panel, const Group &g, int64_t row, int r) {
+    const int64_t at = r * panel.wide + g.left, bytes = row * t->bytes_per_row + g.bytes;
+    const uint64_t key = row_key(t, row);
+    float scales[LANES], second_squares[5], *squares = panel.squares + 5 * r;
+    for (int b = 0; b < g.blocks; b++) random_words(seed_of(key, g.block + b), g.used[b], panel.words + b * t->block / 2);
+    encode_variance(t, columns, g, row, panel.ratio + at, panel.old_trits + r * panel.wide_digits + g.left, panel.sums + r * t->blocks_per_row + g.block, panel.offset,
+                    panel.words, panel.trits);
+    pack(panel.trits, g.n, t->variance_trits + bytes);
+    const float *u = panel.u + at, *residual = t->rank ? panel.residual + r * panel.group : u;
+    if (!t->rank) block_squares(t, g, u, squares);
+    encode_momentum(t, g, row, 0, residual, squares, panel.trits, scales);
+    if (t->planes == 2) {
+        subtract_plane(t, g, residual, panel.trits, scales, panel.work);
+        residual = panel.work;
+        pack(panel.trits, g.n, t->momentum_trits[0] + bytes);
+        block_squares(t, g, residual, second_squares);
+        encode_momentum(t, g, row, 1, residual, second_squares, panel.trits, scales);
+    }
+    move_group(t, g, row, u, residual, panel.trits, scales, panel.words, panel.offset, panel.second_work);
+    pack(panel.trits, g.n, t->momentum_trits[t->planes - 1] + bytes);
+}
+
+// A panel's rows from `first` on. `products`: of u and U, (rank, wide).
+static void step_panel(const LeantuneTernary *t, const Columns &columns, const Panel &panel, int64_t first, int count, float *products) {
+    const int rank = t->rank;
+    for (int i = 0; i < count * rank; i++) {
+        panel.before[i] = t->beta1 * from_bf16(t->carry_rows[first * rank + i]);
+        panel.exact[i] = 0.0f;
+    }
+    for (int r = 0; r < count; r++) fetch(t->weight, t->weight_dtype, (first + r) * t->cols, t->cols);
+    for (const Group &g : columns.groups) {
+        for (int r = 0; r < count; r++) {
+            const int64_t bytes = (first + r) * t->bytes_per_row + g.bytes;
+            for (int plane = 0; plane < t->planes; plane++)
+                unpack(t->momentum_trits[plane] + bytes, g.n, panel.momentum[plane] + r * panel.digits, g.padded);
+            unpack(t->variance_trits + bytes, g.n, panel.old_trits + r * panel.wide_digits + g.left, g.padded);
+            write_tables(t, g, first + r, panel.tables + 40 * r);
+        }
+        for (int b = 0; b < g.blocks; b++)
+            for (int r = 0; r < count; r++) {
+                const int64_t column = g.left + b * t->block;
+                decode_block(t, columns, panel, g, first + r, r, b);
+                if (rank)
+                    add_dots(panel.u + r * panel.wide + column, columns.basis + column, columns.wide, rank, panel.exact + r * rank, g.used[b]);
+            }
+    }
+    for (int i = 0; i < count * rank; i++) {
+        t->carry_rows[first * rank + i] = to_bf16(panel.exact[i]);
+        panel.stored[i] = from_bf16(t->carry_rows[first * rank + i]);
+    }
+    for (const Group &g : columns.groups) {
+        for (int b = 0; rank && b < g.blocks; b++)
+            for (int r = 0; r < count; r++) {
+                const int64_t inside = b * t->block, column = g.left + inside;
+                panel.squares[5 * r + b] =
+                    take_carry(t, panel.u + r * panel.wide + column, panel.residual + r * panel.group + inside, columns.wide,
+                               columns.basis + column, panel.stored + r * rank, panel.exact + r * rank, products + column, g.used[b]);
+            }
+        for (int r = 0; r < count; r++) encode_group(t, columns, panel, g, first + r, r);
     }
 }
 
 static void step_rows(const LeantuneTernary *t, const Columns &columns, int64_t top, int64_t bottom, float *products) {
-    Panel panel(t, columns);
-    std::vector<float> sums((size_t)(panel.rows * t->blocks_per_row)), wide_products((size_t)(t->rank * panel.wide));
+    const Panel panel(t, columns);
+    const int64_t directions = t->refresh ? t->rank : 0;
+    std::vector<float> memory((size_t)(directions * panel.wide) + LINE / sizeof(float));
+    float *wide_products = aligned(memory.data());
     for (int64_t first = top; first < bottom; first += panel.rows) {
         const int count = (int)(bottom - first < panel.rows ? bottom - first : panel.rows);
-        for (int r = 0; r < count; r++) decode_row(t, columns, panel, first + r, r, sums.data() + r * t->blocks_per_row);
-        if (t->rank) project(t, columns, panel, first, count, wide_products.data());
-        for (int r = 0; r < count; r++) encode_row(t, columns, panel, first + r, r, sums.data() + r * t->blocks_per_row);
+        for (int64_t row = first + count; t->grad_column == 1 && row < first + 2 * count && row < t->rows; row++)
+            fetch(t->grad, t->grad_dtype, row * t->grad_row, t->cols);
+        step_panel(t, columns, panel, first, count, wide_products);
     }
-    for (int k = 0; k < t->rank; k++)
-        std::memcpy(products + k * t->cols, wide_products.data() + k * panel.wide, sizeof(float) * (size_t)t->cols);
+    for (int k = 0; k < directions; k++)
+        std::memcpy(products + k * t->cols, wide_products + k * panel.wide, sizeof(float) * (size_t)t->cols);
 }
 
 static void step(const LeantuneTernary *t, float *products, int chunks) {
@@ -695,7 +827,7 @@ static void step(const LeantuneTernary *t, float *products, int chunks) {
 #pragma omp parallel for num_threads(t->threads) schedule(dynamic, 1)
     for (int chunk = 0; chunk < chunks; chunk++)
         step_rows(t, columns, t->rows * chunk / chunks, t->rows * (chunk + 1) / chunks,
-                  products + (int64_t)chunk * t->rank * t->cols);
+                  t->refresh ? products + (int64_t)chunk * t->rank * t->cols : nullptr);
 }
 
 // Sum of n squares.
@@ -757,43 +889,52 @@ static void next_basis(const float *products, const uint16_t *basis, int64_t col
 
 // The same rule with fp32 states, for rows [top, bottom): nothing is dropped, so the step is u. t->block: elements that
 // share a key of random bits.
-static void exact_rows(const LeantuneTernary *t, float *momentum, float *variance, int64_t top, int64_t bottom) {
+static void exact_rows(const LeantuneTernary *t, int64_t top, int64_t bottom) {
     std::vector<float> scratch((size_t)(2 * t->block));
-    std::vector<uint32_t> bits((size_t)t->block);
+    std::vector<uint32_t> bits((size_t)(t->block + 15) / 16 * 8 + 16);
     const float root_bias = __builtin_sqrtf(t->bias);
     for (int64_t row = top; row < bottom; row++)
         for (int64_t left = 0; left < t->cols; left += t->block) {
             const int n = (int)(t->cols - left < t->block ? t->cols - left : t->block);
             const int64_t offset = row * t->cols + left;
-            float *__restrict grad = scratch.data(), *__restrict u = momentum + offset, *__restrict v = variance + offset;
+            float *__restrict grad = scratch.data(), *__restrict u = t->exact_momentum + offset, *__restrict v = t->exact_variance + offset;
             read_row(t->grad, t->grad_dtype, row * t->grad_row + left * t->grad_column, t->grad_column, n, grad);
             for (int i = 0; i < n; i++) {
                 const float g = grad[i] * t->grad_scale;
                 v[i] = fma(v[i], t->beta2, t->rest2 * g * g);
                 u[i] = fma(t->rest1, g / fma(__builtin_sqrtf(v[i]), root_bias, t->eps) - u[i], u[i]);
             }
-            if (t->stochastic) random_bits(t->key, t->first_row + row, left / t->block, n, bits.data());
+            if (t->stochastic) random_words(seed_of(row_key(t, row), left / t->block), (n + 15) / 16 * 16, bits.data());
             write_weight(t, offset, u, bits.data(), scratch.data() + t->block, n);
         }
 }
 
-template <class Element>
-static void square_rows(const LeantuneTernary *t, const Element *grad, int64_t top, int64_t bottom, double *__restrict columns) {
+// columns += g^2 of R rows.
+template <int R, class Element>
+static void square_rows(const LeantuneTernary *t, const Element *grad, double *__restrict columns) {
     const float factor = t->grad_scale;
-    std::memset(columns, 0, sizeof(double) * (size_t)t->cols);
-    for (int64_t row = top; row < bottom; row++) {
-        const Element *mine = grad + row * t->grad_row;
-        int64_t i = 0;
-        if (t->grad_column == 1)
-            for (; i + WIDTH <= t->cols; i += WIDTH) {
-                const Floats g = read(mine + i) * factor;
-                add_wide(columns + i, g * g);
+    int64_t i = 0;
+    if (t->grad_column == 1)
+        for (; i + WIDTH <= t->cols; i += WIDTH) {
+            Doubles sum(columns + i);
+            for (int r = 0; r < R; r++) {
+                const Floats g = read(grad + r * t->grad_row + i) * factor;
+                sum.add(g * g);
             }
-        for (; i < t->cols; i++) {
-            const float g = read_one(mine + i * t->grad_column) * factor;
+            sum.store(columns + i);
+        }
+    for (; i < t->cols; i++)
+        for (int r = 0; r < R; r++) {
+            const float g = read_one(grad + r * t->grad_row + i * t->grad_column) * factor;
             columns[i] += (double)(g * g);
         }
-    }
+}
+
+template <class Element>
+static void square_rows(const LeantuneTernary *t, const Element *grad, int64_t top, int64_t bottom, double *columns) {
+    std::memset(columns, 0, sizeof(double) * (size_t)t->cols);
+    for (; top + 4 <= bottom; top += 4) square_rows<4>(t, grad + top * t->grad_row, columns);
+    for (; top < bottom; top++) square_rows<1>(t, grad + top * t->grad_row, columns);
 }
 
 // columns = sums of g^2 over rows [top, bottom).
