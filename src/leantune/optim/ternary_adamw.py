@@ -284,9 +284,9 @@ class _Step:
 
     def _column_means(self, state: TernaryState, square_sums: Tensor) -> Tensor:
         """c = beta2 c + (1 - beta2) mean over all rows of g^2, fp32 (cols,). In fp64, sums over rows come out the same
-        however the rows are shared out."""
+        however the rows are shared out; no two operations are fused, so that every kernel gets these bits."""
         mean = self.shard.total(square_sums).div_(self.shard.all_rows).float()
-        return torch.lerp(state.column_means, mean, 1 - self.beta2)
+        return mean.sub_(state.column_means).mul_(1 - self.beta2).add_(state.column_means)
 
     def _basis(self, state: TernaryState) -> Tensor | None:
         """V for this step, bfloat16 (cols, rank), or None without a carry."""

@@ -175,11 +175,11 @@ void leantune_next_basis(const float *products, const uint16_t *basis, int64_t c
     chosen->next_basis(products, basis, cols, rank, out);
 }
 
-// c = beta2 c + (1 - beta2) mean of g^2, as torch.lerp has it.
+// c += (1 - beta2) (mean of g^2 - c), rounded as `_column_means` of optim/ternary_adamw.py rounds it.
 static void new_means(const LeantuneTernary *t, const double *sums, float *means) {
     for (int64_t j = 0; j < t->cols; j++) {
         const float mean = (float)(sums[j] / (double)t->rows), before = t->column_means[j];
-        means[j] = t->rest2 < 0.5f ? before + t->rest2 * (mean - before) : mean - (mean - before) * (1.0f - t->rest2);
+        means[j] = before + t->rest2 * (mean - before);
     }
 }
 
