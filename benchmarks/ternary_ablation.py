@@ -10,7 +10,9 @@ Tasks and runs are those of quality_optim.py, which says what FOLDER holds: smal
 llama) and real width (smollm-cut, 576), each at a small and a large batch. The rate of each arm is searched with seed
 0, beginning at the base's best; AdamW's rows are there for scale. One row a run in results/ternary_ablation.csv.
 
-To study what is not an option of ``TernaryAdamW``, add an arm: a name and a constructor (model, lr, weights, seed).
+On characters and llama further arms (quality/scheme.py) change the scheme itself, in plain torch: the momentum's
+threshold, the share of what is dropped that a step releases, a bound on |n|, v without column factors or without trits,
+the rule of its log-step.
 """
 
 import argparse
@@ -19,6 +21,7 @@ from typing import Any
 
 import torch
 from quality.methods import BETAS, WEIGHT_DECAY, Build, adamw, ternary
+from quality.scheme import SCHEME_ARMS
 from quality.search import Study, best_power
 from quality.summary import print_summary
 from quality.task import MissingData
@@ -64,17 +67,18 @@ BF16_ARMS: dict[str, Build] = {
     "exact-nearest": ternary(states="exact", rounding="nearest"),
 }
 """Only where weights are bf16; the base rounds stochastically."""
+EVERY_ARM = ARMS | BF16_ARMS | SCHEME_ARMS
 
 
 def arms_of(cell: Cell) -> list[str]:
-    return [*ARMS, *(BF16_ARMS if TASKS[cell.task].weights == "bf16" else ())]
+    return [*ARMS, *(BF16_ARMS if TASKS[cell.task].weights == "bf16" else SCHEME_ARMS)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="the folder with the texts (see quality_optim.py)")
     parser.add_argument("--only", default=",".join(STUDIED), help="tasks to run, separated by commas")
-    parser.add_argument("--arms", default=",".join((*ARMS, *BF16_ARMS)), help="arms to run, separated by commas")
+    parser.add_argument("--arms", default=",".join(EVERY_ARM), help="arms to run, separated by commas")
     parser.add_argument("--seeds", type=int, default=1, help="seeds at each arm's best rate")
     parser.add_argument("--rows", type=Path, help="another CSV file, for rehearsals")
     parser.add_argument("--steps", type=int, help="fewer steps than the cells say, for rehearsals (with --rows)")
@@ -82,14 +86,14 @@ def main() -> None:
     parser.add_argument("--summary", action="store_true", help="print the tables from the rows and stop")
     arguments = parser.parse_args()
     asked = arguments.arms.split(",")
-    unknown = sorted({*asked, *arguments.only.split(",")} - {*ARMS, *BF16_ARMS, *TASKS})
+    unknown = sorted({*asked, *arguments.only.split(",")} - {*EVERY_ARM, *TASKS})
     if unknown:
-        parser.error(f"no task or arm {', '.join(unknown)}; tasks: {', '.join(TASKS)}; arms: {', '.join(ARMS)}")
+        parser.error(f"no task or arm {', '.join(unknown)}; tasks: {', '.join(TASKS)}; arms: {', '.join(EVERY_ARM)}")
     if arguments.steps is not None and arguments.rows is None:
         parser.error("--steps is for rehearsals: give --rows FILE, so that they stay out of the results")
     torch.set_num_threads(arguments.threads)
     rows = ResultRows("ternary_ablation", COLUMNS, arguments.rows)
-    study = Study(rows, ARMS | BF16_ARMS)
+    study = Study(rows, EVERY_ARM)
     cells = [
         Cell(cell.task, cell.batch, arguments.steps or cell.steps, cell.power)
         for cell in CELLS
@@ -111,7 +115,7 @@ def main() -> None:
                 known = best_power(rows, cell, BASE)
                 best = study.search(task, cell, arm, cell.power if known is None else known)
                 study.seeds(task, cell, arm, best, arguments.seeds)
-    print_summary(rows, cells, set(), [*ARMS, *BF16_ARMS])
+    print_summary(rows, cells, set(), list(EVERY_ARM))
 
 
 if __name__ == "__main__":

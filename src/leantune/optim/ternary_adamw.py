@@ -40,7 +40,7 @@ MAX_CARRY_BYTES = 0.25
 """Bytes per parameter that a carry may cost; a matrix too thin for it keeps none."""
 REFRESH_EVERY = 2
 """Steps between new bases V of a carry. Of what four directions hold of momentum, every step would hold 0.4 % more and
-every third 1 to 8 % less (docs/ternary_states.md)."""
+every third 1 to 7 % less (docs/ternary_states.md)."""
 
 
 def normalised_momentum(
@@ -192,7 +192,7 @@ class _Step:
         self.eps = float(group["eps"])
         self.block_size = int(group["block_size"])
         self.number = number
-        self.refresh = number % REFRESH_EVERY == 1
+        self.refresh = (number - 1) % REFRESH_EVERY == 0
         self.grad_scale = grad_scale
         self.key = key
         self.shard = shard
