@@ -4,6 +4,7 @@ count."""
 import math
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from leantune.codec.low_rank import initial_basis, next_basis
 from leantune.codec.ternary_state import TernaryState
 from leantune.codec.tiles import BlockGrid, Tile
 from leantune.codec.trits import unpack_trits
+from leantune.errors import StateMismatchError
 from leantune.kernels import native
 
 built = pytest.mark.skipif(not native.status().startswith("native"), reason=f"the CPU kernel is {native.status()}")
@@ -144,6 +146,78 @@ def test_thread_count_does_not_change_a_bit(threads: None) -> None:
         optimizer.step()
         ends.append(tensors(param, optimizer))
     assert all(torch.equal(ends[0][key], end[key]) for end in ends[1:] for key in end)
+
+
+@built
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_step_of_many_gives_the_bits_of_one_at_a_time(count: int, threads: None) -> None:
+    """step() hands all to the kernel at once, and threads then take whole parameters; update() is one by one."""
+    shapes = [(40, 96), (1000, 576), (96,), (7, 640), (576, 96), (300, 3), (64, 4, 32), (30,), (2, 17)]
+    ends = []
+    for together in (True, False):
+        torch.set_num_threads(count)
+        generator = torch.Generator().manual_seed(3)
+        params = [torch.nn.Parameter(torch.randn(shape, generator=generator).bfloat16()) for shape in shapes]
+        optimizer = lt.TernaryAdamW(params, lr=LR)
+        for _ in range(3):
+            for param in params:
+                param.grad = torch.randn(param.shape, generator=generator).bfloat16()
+            if together:
+                optimizer.step()
+            else:
+                for param in params:
+                    optimizer.update(param, param.grad, optimizer.param_groups[0], optimizer.state[param])
+        ends.append([tensors(param, optimizer) for param in params])
+    for mine, theirs in zip(*ends, strict=True):
+        assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+@built
+def test_updates_that_wait_are_run_whatever_ends_the_loop() -> None:
+    """The second parameter was resized behind the optimizer's back: it is refused, and the first has moved, whole."""
+    moved, resized = (torch.nn.Parameter(torch.zeros(32, 64)) for _ in range(2))
+    optimizer = lt.TernaryAdamW([moved, resized], lr=LR)
+    for number in range(2):
+        moved.grad, resized.grad = torch.ones_like(moved), torch.ones_like(resized)
+        if number == 1:
+            before = moved.detach().clone()
+            resized.data = torch.zeros(16, 64)
+            resized.grad = torch.ones(16, 64)
+            with pytest.raises(StateMismatchError, match="was replaced or resized"):
+                optimizer.step()
+        else:
+            optimizer.step()
+    assert optimizer.state[moved]["step"] == 2 and (moved < before).all()
+
+
+@built
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak of resident memory")
+@pytest.mark.parametrize("shape", [(8192, 8192), (512, 65536)])
+def test_o18_the_kernel_itself_keeps_below_8_mib(shape: tuple[int, int]) -> None:
+    program = f"""
+import re, torch, leantune as lt
+def resident(name):
+    return int(re.search(name + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1])
+torch.set_num_threads(2)
+param = torch.nn.Parameter(torch.zeros({shape}, dtype=torch.bfloat16))
+param.grad = torch.full_like(param, 1e-3)
+small = torch.nn.Parameter(torch.zeros(64, 64))
+optimizer = lt.TernaryAdamW([param], lr=1e-3)
+warm = lt.TernaryAdamW([small], lr=1e-3)
+small.grad = torch.ones_like(small)
+warm.step()
+group, state = optimizer.param_groups[0], optimizer.state[param]
+optimizer._allocate(param, group, state, __import__("leantune.optim.row_shard").optim.row_shard.row_shard(param))
+for value in state.values():
+    value.add_(0)
+open("/proc/self/clear_refs", "w").write("5")
+before = resident("VmRSS")
+optimizer.step()
+print(resident("VmHWM") - before)
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert 0 < int(ran.stdout) < 8 * 1024, f"{ran.stdout} KiB"
 
 
 @built

@@ -19,6 +19,12 @@ static const int64_t PANEL = 24576;  // elements of a panel of rows, 8 bytes eac
 static const int32_t LEAST_RAISE = 8;         // units of 2^-7 octave
 static const int32_t LARGEST_LEVEL = (0x7F7F0000 - 8 * (1 << 23)) >> 16;
 
+// The first whole cache line of what begins here: vectors that lie across two lines cost twice.
+enum { LINE = 64 };
+template <class Number> static Number *aligned(Number *memory) {
+    return (Number *)(((uintptr_t)memory + LINE - 1) / LINE * LINE);
+}
+
 static inline uint64_t splitmix64(uint64_t value) {
     value += 0x9E3779B97F4A7C15ull;
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9ull;
@@ -80,7 +86,8 @@ namespace portable {
 struct Variant {
     const char *name;
     void (*squares)(const LeantuneTernary *, int64_t, int64_t, double *);
-    void (*step)(const LeantuneTernary *, float *, int);
+    void (*step)(const LeantuneTernary *, float *, int64_t, int);
+    void (*step_in_order)(const LeantuneTernary *, float *, int64_t, int);
     void (*exact)(const LeantuneTernary *, int64_t, int64_t);
     void (*next_basis)(const float *, const uint16_t *, int64_t, int, uint16_t *);
     double (*sum_of_squares)(const void *, int, int64_t, int64_t);
@@ -88,10 +95,10 @@ struct Variant {
 
 static const Variant VARIANTS[] = {
 #ifdef LEANTUNE_X86
-    {"avx512", avx512::square_rows, avx512::step, avx512::exact_rows, avx512::next_basis, avx512::sum_of_squares},
-    {"avx2", avx2::square_rows, avx2::step, avx2::exact_rows, avx2::next_basis, avx2::sum_of_squares},
+    {"avx512", avx512::square_rows, avx512::step, avx512::step_in_order, avx512::exact_rows, avx512::next_basis, avx512::sum_of_squares},
+    {"avx2", avx2::square_rows, avx2::step, avx2::step_in_order, avx2::exact_rows, avx2::next_basis, avx2::sum_of_squares},
 #endif
-    {"portable", portable::square_rows, portable::step, portable::exact_rows, portable::next_basis, portable::sum_of_squares},
+    {"portable", portable::square_rows, portable::step, portable::step_in_order, portable::exact_rows, portable::next_basis, portable::sum_of_squares},
 };
 
 static bool runs_here(const char *name) {
@@ -125,20 +132,16 @@ int leantune_use(const char *instructions) {
     return 1;
 }
 
-// Sums of `size` numbers over ranges of rows, kept apart until all are there.
+// Sums of `size` numbers over ranges of rows, kept apart until all are there, and added up in their order.
 template <class Number> struct Partial {
     int64_t size;
     int chunks;
-    std::unique_ptr<Number[]> sums;  // written by whoever has the range
-    Partial(int64_t size, int chunks) : size(size), chunks(chunks), sums(new Number[(size_t)(size * chunks)]) {}
-    Number *of(int chunk) { return sums.get() + size * chunk; }
-    void add_up(Number *out) {
-        if (!size) return;
-        std::memcpy(out, sums.get(), sizeof(Number) * (size_t)size);
-        for (int chunk = 1; chunk < chunks; chunk++) {
-            const Number *part = of(chunk);
-            for (int64_t i = 0; i < size; i++) out[i] += part[i];
-        }
+    std::unique_ptr<Number[]> memory;  // written by whoever has the range
+    Partial(int64_t size, int chunks) : size(size), chunks(chunks), memory(new Number[(size_t)(size * chunks) + LINE / sizeof(Number)]) {}
+    Number *of(int chunk) { return aligned(memory.get()) + size * chunk; }
+    void add_up() {
+        for (int chunk = 1; chunk < chunks; chunk++)
+            for (int64_t i = 0; i < size; i++) of(0)[i] += of(chunk)[i];
     }
 };
 
@@ -156,19 +159,27 @@ static int chunks_of(const LeantuneTernary *t, int64_t size, int64_t elements_ea
 void leantune_ternary_squares(const LeantuneTernary *t, double *columns) {
     const Variant *variant = chosen;
     const int chunks = chunks_of(t, 8 * t->cols, 1 << 17);
-    Partial<double> partial(t->cols, chunks);
-#pragma omp parallel for num_threads(t->threads) schedule(dynamic, 1) if (chunks > 1)
-    for (int chunk = 0; chunk < chunks; chunk++)
-        variant->squares(t, t->rows * chunk / chunks, t->rows * (chunk + 1) / chunks, partial.of(chunk));
-    partial.add_up(columns);
+    const bool apart = t->threads > 1;
+    Partial<double> partial(t->cols, apart ? chunks : 2);
+    const auto squares = [&](int chunk, double *out) { variant->squares(t, t->rows * chunk / chunks, t->rows * (chunk + 1) / chunks, out); };
+#pragma omp parallel for num_threads(t->threads) schedule(dynamic, 1) if (apart && chunks > 1)
+    for (int chunk = 0; chunk < (apart ? chunks : 1); chunk++) squares(chunk, partial.of(chunk));
+    if (apart) partial.add_up();
+    for (int chunk = 1; !apart && chunk < chunks; chunk++) {
+        squares(chunk, partial.of(1));
+        partial.add_up();
+    }
+    std::memcpy(columns, partial.of(0), sizeof(double) * (size_t)t->cols);
 }
 
 void leantune_ternary_step(const LeantuneTernary *t, float *products) {
-    const int64_t sums = t->refresh ? t->rank * t->cols : 0;
-    const int chunks = chunks_of(t, 4 * t->rank * t->cols, 1 << 15);
-    Partial<float> partial(sums, chunks);
-    chosen->step(t, partial.of(0), chunks);
-    partial.add_up(products);
+    const int64_t wide = t->blocks_per_row * t->block, size = t->refresh ? t->rank * wide : 0;
+    const int chunks = chunks_of(t, 4 * t->rank * wide, 1 << 15);
+    const bool apart = t->threads > 1;
+    Partial<float> partial(size, apart ? chunks : 2);
+    (apart ? chosen->step : chosen->step_in_order)(t, partial.of(0), size, chunks);
+    if (apart) partial.add_up();
+    for (int64_t k = 0; size && k < t->rank; k++) std::memcpy(products + k * t->cols, partial.of(0) + k * wide, sizeof(float) * (size_t)t->cols);
 }
 
 void leantune_next_basis(const float *products, const uint16_t *basis, int64_t cols, int rank, uint16_t *out) {
@@ -183,35 +194,51 @@ static void new_means(const LeantuneTernary *t, const double *sums, float *means
     }
 }
 
-static void update_ternary(const LeantuneTernary &parameter) {
-    LeantuneTernary t = parameter;
-    std::vector<double> sums((size_t)t.cols);
-    std::vector<float> means((size_t)t.cols), products((size_t)(t.refresh ? t.rank * t.cols : 0));
-    leantune_ternary_squares(&t, sums.data());
-    new_means(&t, sums.data(), means.data());
+static void update_ternary(LeantuneTernary t) {
+    std::vector<float> means((size_t)t.cols);
+    std::unique_ptr<float[]> products(new float[(size_t)(t.refresh ? t.rank * t.cols : 0)]);  // takes no memory before it is written
+    {
+        std::vector<double> sums((size_t)t.cols);
+        leantune_ternary_squares(&t, sums.data());
+        new_means(&t, sums.data(), means.data());
+    }
     t.new_column_means = means.data();
-    leantune_ternary_step(&t, products.data());
+    leantune_ternary_step(&t, products.get());
     std::memcpy(t.column_means, means.data(), sizeof(float) * (size_t)t.cols);
     for (int64_t j = 0; t.rank && j < t.cols; j++)
         for (int k = 0; k < t.rank; k++) t.carry_columns[j * t.rank + k] = means[j] > 0.0f ? t.basis[j * t.rank + k] : 0;
-    if (t.rank && t.refresh) chosen->next_basis(products.data(), t.basis, t.cols, t.rank, t.carry_basis);
+    if (t.rank && t.refresh) chosen->next_basis(products.get(), t.basis, t.cols, t.rank, t.carry_basis);
 }
 
 static void update_exact(const LeantuneTernary *t) {
     const Variant *variant = chosen;
     const int64_t height = t->cols >= 16384 ? 1 : 16384 / t->cols, pieces = (t->rows + height - 1) / height;
-#pragma omp parallel for num_threads(t->threads) if (pieces > 1)
+#pragma omp parallel for num_threads(t->threads) if (pieces > 1 && t->threads > 1)
     for (int64_t piece = 0; piece < pieces; piece++)
         variant->exact(t, piece * height, (piece + 1) * height < t->rows ? (piece + 1) * height : t->rows);
 }
 
+static void update(LeantuneTernary t, int threads) {
+    t.threads = threads;
+    if (t.exact_momentum)
+        update_exact(&t);
+    else
+        update_ternary(t);
+}
+
+// Whether a thread takes a whole parameter by itself, where there are several: what is not shared among threads (the
+// columns, the next basis) then keeps none waiting.
+static bool small(const LeantuneTernary *t) { return t->rows * t->cols <= 1 << 22 && t->cols <= 1 << 14; }
+
 void leantune_update(const LeantuneTernary *const *parameters, int64_t count) {
-    for (int64_t i = 0; i < count; i++) {
-        if (parameters[i]->exact_momentum)
-            update_exact(parameters[i]);
-        else
-            update_ternary(*parameters[i]);
-    }
+    const int threads = count ? parameters[0]->threads : 1;
+    const bool shared = threads > 1 && count > 2 * threads;
+    for (int64_t i = 0; i < count; i++)
+        if (!shared || !small(parameters[i])) update(*parameters[i], threads);
+    if (!shared) return;
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
+    for (int64_t i = 0; i < count; i++)
+        if (small(parameters[i])) update(*parameters[i], 1);
 }
 
 void leantune_sums_of_squares(const void *const *arrays, const int32_t *dtypes, const int64_t *sizes, int64_t count,

@@ -45,8 +45,8 @@ const char *leantune_instructions(void);
 /* Limit the instruction set ("avx512", "avx2", "portable"); returns 0, or 1 where this machine lacks it. */
 int leantune_use(const char *instructions);
 
-/* One step of `count` parameters whose rows are all here, one parameter after the other: everything, the state that
-   belongs to the columns too. Where the states are exact, `block` elements share a key of random bits, and no field that
+/* One step of `count` parameters whose rows are all here: everything, the state that belongs to the columns too. The bits
+   do not depend on the threads (those of the first parameter), nor on what is updated together. Where the states are exact, `block` elements share a key of random bits, and no field that
    describes a ternary state is read. */
 void leantune_update(const LeantuneTernary *const *parameters, int64_t count);
 /* The parts of the step of a ternary parameter whose other rows are elsewhere. Sums of squares of the scaled gradient over

@@ -137,12 +137,6 @@ INLINE uint32_t weight_bits_of(const uint32_t *words, int64_t i) {
     return i % 16 < 8 ? word >> 16 : word & 0xFFFF;
 }
 
-// The first whole cache line of what begins here: vectors that lie across two lines cost twice.
-enum { LINE = 64 };
-template <class Number> static Number *aligned(Number *memory) {
-    return (Number *)(((uintptr_t)memory + LINE - 1) / LINE * LINE);
-}
-
 // Five neighbouring blocks of a row (at its end fewer), whose trits share bytes: what is the same in all rows.
 struct Group {
     int n, padded, blocks;       // elements; rounded up to sixteen
@@ -807,27 +801,34 @@ static void step_panel(const LeantuneTernary *t, const Columns &columns, const P
     }
 }
 
+// `products`: Y of these rows, (rank, wide).
 static void step_rows(const LeantuneTernary *t, const Columns &columns, int64_t top, int64_t bottom, float *products) {
     const Panel panel(t, columns);
-    const int64_t directions = t->refresh ? t->rank : 0;
-    std::vector<float> memory((size_t)(directions * panel.wide) + LINE / sizeof(float));
-    float *wide_products = aligned(memory.data());
+    if (t->refresh) std::memset(products, 0, sizeof(float) * (size_t)(t->rank * panel.wide));
     for (int64_t first = top; first < bottom; first += panel.rows) {
         const int count = (int)(bottom - first < panel.rows ? bottom - first : panel.rows);
         for (int64_t row = first + count; t->grad_column == 1 && row < first + 2 * count && row < t->rows; row++)
             fetch(t->grad, t->grad_dtype, row * t->grad_row, t->cols);
-        step_panel(t, columns, panel, first, count, wide_products);
+        step_panel(t, columns, panel, first, count, products);
     }
-    for (int k = 0; k < directions; k++)
-        std::memcpy(products + k * t->cols, wide_products + k * panel.wide, sizeof(float) * (size_t)t->cols);
 }
 
-static void step(const LeantuneTernary *t, float *products, int chunks) {
+// `products`: Y of each of `chunks` ranges of rows, `size` numbers each.
+static void step(const LeantuneTernary *t, float *products, int64_t size, int chunks) {
     const Columns columns(t);
 #pragma omp parallel for num_threads(t->threads) schedule(dynamic, 1)
     for (int chunk = 0; chunk < chunks; chunk++)
-        step_rows(t, columns, t->rows * chunk / chunks, t->rows * (chunk + 1) / chunks,
-                  t->refresh ? products + (int64_t)chunk * t->rank * t->cols : nullptr);
+        step_rows(t, columns, t->rows * chunk / chunks, t->rows * (chunk + 1) / chunks, products + chunk * size);
+}
+
+// The same, one range after the other: `products` holds their sum and, behind it, room for one.
+static void step_in_order(const LeantuneTernary *t, float *products, int64_t size, int chunks) {
+    const Columns columns(t);
+    for (int chunk = 0; chunk < chunks; chunk++) {
+        float *mine = products + (chunk ? size : 0);
+        step_rows(t, columns, t->rows * chunk / chunks, t->rows * (chunk + 1) / chunks, mine);
+        for (int64_t i = 0; chunk && i < size; i++) products[i] += mine[i];
+    }
 }
 
 // Sum of n squares.
