@@ -4,31 +4,27 @@ One-pass modes (clip "per_tensor", "none"): the hook of a weight updates it as s
 Two-pass mode (clip "global"): the first backward only measures the norm and keeps the graph; the second, over the same
 forward, updates with the exact factor. Both go through ``LeanOptimizer.update``, the path that an ordinary ``step()``
 walks.
+With float16's loss scale both modes measure first, since an overflow is known only after a whole backward. With
+gradient accumulation, gradients live, as sums, until the last micro-batch; then they are clipped, applied and freed.
 """
 
 import functools
-from collections.abc import Iterable
-from dataclasses import dataclass
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from leantune.backward.clip import CLIP_MODES, clip_factor, combined_norm
-from leantune.errors import BackwardError, InvalidArgumentError, InvalidTypeError, NonFiniteError
+from leantune.backward.accumulation import Accumulator
+from leantune.backward.clip import clip_factor, combined_norm
+from leantune.backward.scaling import LossScale
+from leantune.backward.targets import Target, checked_bound, collect
+from leantune.codec.counter_hash import stream_key
+from leantune.errors import BackwardError, NonFiniteError, StateMismatchError
 from leantune.optim.base import LeanOptimizer
-
-
-@dataclass
-class _Target:
-    """One hooked parameter: who updates it and where it stands."""
-
-    name: str
-    optimizer: LeanOptimizer
-    group: int
-    place: int
-    handle: Any = None
+from leantune.optim.gradient import squared_norm
+from leantune.optim.row_shard import local
 
 
 class FusedBackward:
@@ -40,9 +36,15 @@ class FusedBackward:
         clip: "per_tensor": each tensor's gradient is brought to a norm of at most ``max_grad_norm`` (default 1.0), one
             backward; "global": exact clipping of the norm over all tensors, two backwards over one forward; "none".
         max_grad_norm: the bound; with clip="none" it is refused, since it would be ignored.
+        accumulate: what holds the sum of gradients over micro-batches, "float32" (exact, 4 bytes a parameter) or
+            "bfloat16" (stochastically rounded, 2 bytes); None refuses a second backward before ``step()``.
+        loss_scale: a `LossScale` for float16 gradients. Every backward then is two passes over one forward.
 
     ``loss.backward(); optimizer.step()`` in the one-pass modes; ``fused.backward(loss); optimizer.step()`` in any.
+    With micro-batches: ``fused.backward(share * loss, last=False)`` for all but the last one, where ``share`` is what
+    this micro-batch is of the batch (its tokens over all), as in an ordinary loop.
     ``step()`` closes the step (schedulers count it). ``grad_norm`` is then the true global norm before clipping.
+    ``dropped``: the last step overflowed under a loss scale and moved nothing; do not advance the schedule then.
 
     Raises:
         InvalidArgumentError, InvalidTypeError: at construction, nothing hooked.
@@ -66,12 +68,19 @@ class FusedBackward:
         model: nn.Module | None = None,
         clip: str = "per_tensor",
         max_grad_norm: float | None = None,
+        accumulate: str | None = None,
+        loss_scale: LossScale | None = None,
     ) -> None:
         self.optimizers: list[LeanOptimizer] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         self.clip = clip
-        self.max_grad_norm = _checked_bound(clip, max_grad_norm)
+        self.max_grad_norm = checked_bound(clip, max_grad_norm)
         self.grad_norm: float | None = None
-        self._targets = _collect(self.optimizers, model)
+        self.loss_scale = loss_scale
+        self.dropped = False
+        self._accumulator = None if accumulate is None else Accumulator(accumulate)
+        self._gathered = 0  # micro-batches
+        self._scale = 1.0  # of the loss in this step
+        self._targets = collect(self.optimizers, model)
         self._squares: dict[Tensor, Tensor] = {}
         self._moved: list[str] = []
         self._closed: set[int] = set()
@@ -87,26 +96,42 @@ class FusedBackward:
 
     # -- the user's calls -------------------------------------------------------------------------------------------
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, last: bool = True) -> None:
         """Run backward from a scalar ``loss`` and update every parameter on the way; close with ``optimizer.step()``.
 
+        ``last``: False where further micro-batches of this step follow; gradients are then added up and nothing moves.
         The loss is checked first: NonFiniteError leaves everything as it was.
         """
         self._refuse_second_backward()
+        if not last and self._accumulator is None:
+            raise BackwardError(
+                "backward(last=False) accumulates gradients, which then must live, and fused backward frees each as "
+                "soon as it is applied. Take a larger micro-batch (the loss without logits and checkpointing make "
+                "room; with beta2 at the same half-life in tokens a smaller batch trains as well), or build "
+                "FusedBackward with accumulate='float32' (4 bytes a parameter) or 'bfloat16' (2, rounded)."
+            )
+        self.dropped = False
         if not bool(torch.isfinite(loss.detach()).all()):
             raise NonFiniteError(
                 f"the loss is {loss.detach().float().mean().item()}; backward was not run and nothing has been updated."
             )
         try:
-            if self.clip != "global":
-                loss.backward()
-                return
-            self._phase = "measure"
-            loss.backward(retain_graph=True)
-            norm = combined_norm(self._squares[param] for param in self._targets if param in self._squares)
-            self._factor = clip_factor(norm, self.max_grad_norm)
-            self._phase, self._graph_task = "apply", None
-            loss.backward()
+            self._scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+            scaled = loss if self.loss_scale is None else loss * self._scale
+            if self._gathered or not last:
+                self._phase, self._graph_task = "gather", None
+                scaled.backward()
+                self._gathered, self._graph_task = self._gathered + 1, None
+                if last:
+                    self._apply_sums()
+            elif self.clip == "global" or self.loss_scale is not None:
+                self._phase = "measure"
+                scaled.backward(retain_graph=True)
+                if self._decide():
+                    self._phase, self._graph_task = "apply", None
+                    scaled.backward()
+            else:
+                scaled.backward()
         except BaseException as error:
             # Out of memory, an interrupt: not from a gradient. What has moved must not pass for a whole step.
             self._failed = self._failed or f"{type(error).__name__} outside of the hooks"
@@ -122,6 +147,27 @@ class FusedBackward:
         for one in self.optimizers:
             one._fused = None
         self._targets = {}
+        self._drop_sums()
+
+    def forget(self, optimizer: LeanOptimizer) -> None:
+        """What ``optimizer.zero_grad()`` does here: drop what was accumulated for its parameters."""
+        if self._accumulator is not None:
+            for param in [key for key in self._accumulator.sums if self._targets[key].optimizer is optimizer]:
+                del self._accumulator.sums[param]
+            self._gathered = self._gathered if self._accumulator.sums else 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scale's; empty without one. Everything else is in the optimizers' own."""
+        return {} if self.loss_scale is None else self.loss_scale.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore ``state_dict()``. Raises StateMismatchError where it does not fit, with nothing changed."""
+        if self.loss_scale is not None:
+            self.loss_scale.load_state_dict(state)
+        elif state:
+            raise StateMismatchError(
+                "the saved state has a loss scale; build FusedBackward with loss_scale=LossScale()."
+            )
 
     def close_step(self, optimizer: LeanOptimizer) -> None:
         """What ``optimizer.step()`` does here: check that backward updated, publish the norm, make ready for the next
@@ -135,6 +181,11 @@ class FusedBackward:
             raise BackwardError(
                 "the last backward was interrupted before its end: part of the parameters has been updated, the rest "
                 "has not. Go back to the last checkpoint."
+            )
+        if self._gathered:
+            raise BackwardError(
+                f"step() was called after {self._gathered} micro-batch(es), each with last=False: nothing has been "
+                "applied. Give the last one to fused.backward(loss), or call optimizer.zero_grad() to drop them."
             )
         for param, target in self._targets.items():
             if target.optimizer is optimizer:
@@ -151,7 +202,7 @@ class FusedBackward:
                 "Build FusedBackward on the model that is trained."
             )
         if len(self._closed) == len(self.optimizers):
-            self.grad_norm = combined_norm(self._squares[param] for param in self._targets if param in self._squares)
+            self.grad_norm = self._norm()
             self._reset()
 
     # -- inside backward --------------------------------------------------------------------------------------------
@@ -163,18 +214,16 @@ class FusedBackward:
             return
         try:
             self._check_phase(target.name)
-            square = self._checked(param, grad, target)
-            if self._phase == "measure":
-                self._squares[param] = square
+            if self._phase == "gather":
+                self._gather(param, grad, target)
                 return
-            self._refuse_repeat(param, target.name)
-            factor = self._factor
             if self._phase != "apply":
+                square = self._square(param, grad, target)
+                if self._phase == "idle":
+                    self._refuse_repeat(param, target.name)
                 self._squares[param] = square
-                factor = clip_factor(square.sqrt().item(), self.max_grad_norm) if self.clip == "per_tensor" else 1.0
-            optimizer = target.optimizer
-            optimizer.update(param, grad, optimizer.param_groups[target.group], optimizer.state[param], factor)
-            self._moved.append(target.name)
+            if self._phase != "measure":
+                self._move(param, grad, target)
         except Exception as error:
             self._failed = f"{type(error).__name__} at {target.name}"
             self._forgive_if_nothing_moved()
@@ -182,7 +231,10 @@ class FusedBackward:
         finally:
             param.grad = None
 
-    def _checked(self, param: Tensor, grad: Tensor, target: _Target) -> Tensor:
+    def _square(self, param: Tensor, grad: Tensor, target: Target) -> Tensor:
+        """The squared norm of a gradient, which must be finite, unless a loss scale will see to it."""
+        if self.loss_scale is not None:
+            return squared_norm(local(grad))
         try:
             return target.optimizer.check_gradient(param, grad, target.group, target.place)
         except NonFiniteError:
@@ -200,11 +252,67 @@ class FusedBackward:
                 )
             ) from None
 
+    def _norm(self) -> float:
+        """The global norm of the gradients seen, without the loss scale."""
+        norm = combined_norm(self._squares[param] for param in self._targets if param in self._squares)
+        return norm / self._scale
+
+    def _decide(self) -> bool:
+        """All gradients have been seen: the clip factor; False where they overflowed and the step is dropped."""
+        norm = self._norm()
+        if self.loss_scale is not None:
+            if not math.isfinite(norm):
+                self.dropped = True
+                self.loss_scale.overflowed()
+                return False
+            self.loss_scale.whole_step()
+        self._factor = clip_factor(norm, self.max_grad_norm) if self.clip == "global" else 1.0
+        return True
+
+    def _move(self, param: Tensor, grad: Tensor, target: Target) -> None:
+        """The update of one parameter, whole."""
+        factor = self._factor
+        if self.clip == "per_tensor":
+            factor = clip_factor(self._squares[param].sqrt().item() / self._scale, self.max_grad_norm)
+        optimizer = target.optimizer
+        group = optimizer.param_groups[target.group]
+        optimizer.update(param, grad, group, optimizer.state[param], factor / self._scale)
+        self._moved.append(target.name)
+
+    def _gather(self, param: Tensor, grad: Tensor, target: Target) -> None:
+        """Add a micro-batch's gradient to its sum."""
+        assert self._accumulator is not None
+        optimizer = target.optimizer
+        seed = int(optimizer.param_groups[target.group]["seed"])
+        step = int(optimizer.state[param]["step"]) if optimizer.state[param] else 0
+        self._accumulator.add(param, grad, stream_key(seed + self._gathered + 1, step, optimizer._position(param)))
+
+    @torch.no_grad()
+    def _apply_sums(self) -> None:
+        """After the last micro-batch: clip, apply and free the sums. A parameter may have been used in any of them."""
+        assert self._accumulator is not None
+        sums, self._gathered = self._accumulator.sums, 0
+        for param, target in self._targets.items():
+            if param in sums:
+                self._squares[param] = self._square(param, sums[param], target)
+        if self._decide():
+            for param, target in self._targets.items():
+                if param in sums:
+                    self._move(param, sums.pop(param), target)
+        sums.clear()
+
+    def _drop_sums(self) -> None:
+        self._gathered = 0
+        if self._accumulator is not None:
+            self._accumulator.sums.clear()
+
     def _check_phase(self, name: str) -> None:
-        if self.clip == "global" and self._phase == "idle":
+        if self._phase == "idle" and (self.clip == "global" or self.loss_scale is not None or self._gathered):
+            needs = "clip='global'" if self.clip == "global" else "a loss scale"
             raise BackwardError(
-                f"clip='global' needs two backwards over one forward, and loss.backward() is one (stopped at {name}, "
-                "nothing updated). Call fused.backward(loss), or choose clip='per_tensor'."
+                f"{needs if not self._gathered else 'accumulation'} needs fused.backward(loss), and this was "
+                f"loss.backward() (stopped at {name}, nothing updated). Call fused.backward(loss)"
+                + (", or choose clip='per_tensor'." if self.clip == "global" else ".")
             )
         task = torch._C._current_graph_task_id()
         if self._graph_task is None:
@@ -222,7 +330,7 @@ class FusedBackward:
         self._whole = True
 
     def _refuse_repeat(self, param: Tensor, name: str) -> None:
-        if self._phase == "idle" and param in self._squares:
+        if param in self._squares:
             raise BackwardError(
                 f"{name} got a second gradient in one backward; reentrant checkpointing does that: set "
                 f"use_reentrant=False."
@@ -237,7 +345,7 @@ class FusedBackward:
 
     # -- closing ----------------------------------------------------------------------------------------------------
 
-    def _check_updated(self, param: Tensor, target: _Target) -> None:
+    def _check_updated(self, param: Tensor, target: Target) -> None:
         if param.grad is not None:
             raise BackwardError(
                 f"{target.name} has a gradient that no hook took: its hook was lost, or .grad was set by hand. "
@@ -265,6 +373,7 @@ class FusedBackward:
             self._reset()
 
     def _reset(self) -> None:
+        self._drop_sums()
         self._squares.clear()
         self._moved.clear()
         self._closed.clear()
@@ -273,61 +382,3 @@ class FusedBackward:
 
 def _fire(fused: FusedBackward, param: Tensor) -> None:
     fused._on_gradient(param)
-
-
-def _checked_bound(clip: str, max_grad_norm: float | None) -> float:
-    if clip not in CLIP_MODES:
-        raise InvalidArgumentError(f"clip is {clip!r}; write one of {', '.join(map(repr, CLIP_MODES))}.")
-    if clip == "none" and max_grad_norm is not None:
-        raise InvalidArgumentError(
-            "max_grad_norm is set but clip='none' would ignore it. Use clip='global' (exact) or 'per_tensor'."
-        )
-    if max_grad_norm is not None and not 0 < float(max_grad_norm) < float("inf"):
-        raise InvalidArgumentError(f"max_grad_norm is {max_grad_norm}; it must be a finite number above 0.")
-    return 1.0 if max_grad_norm is None else float(max_grad_norm)
-
-
-def _collect(optimizers: Iterable[Any], model: nn.Module | None) -> dict[Tensor, _Target]:
-    """Every trainable parameter of the optimizers with its target; everything that cannot work is refused here."""
-    names = {} if model is None else {param: name for name, param in model.named_parameters()}
-    targets: dict[Tensor, _Target] = {}
-    for optimizer in optimizers:
-        if not isinstance(optimizer, LeanOptimizer):
-            raise InvalidTypeError(
-                f"FusedBackward drives leantune's optimizers, not "
-                f"{type(optimizer).__module__}.{type(optimizer).__name__}: its "
-                "step() needs all gradients at once. Use lt.AdamW, lt.TernaryAdamW, "
-                "lt.TacoOneSparse, lt.Lomo or lt.AdaLomo."
-            )
-        if optimizer._fused is not None:
-            raise InvalidArgumentError("this optimizer already has a FusedBackward; call remove() on it first.")
-        for index, group in enumerate(optimizer.param_groups):
-            for place, param in enumerate(group["params"]):
-                name = names.get(param) or optimizer.name_of(index, place)
-                if param in targets:
-                    raise InvalidArgumentError(f"{name} is in two of the optimizers; it would be updated twice a step.")
-                if param.grad is not None:
-                    raise InvalidArgumentError(
-                        f"{name} already has a gradient, which would be taken for one of the first backward. Call "
-                        "optimizer.zero_grad() before building FusedBackward."
-                    )
-                if param.requires_grad:
-                    targets[param] = _Target(name, optimizer, index, place)
-    if not targets:
-        raise InvalidArgumentError("none of the optimizer's parameters requires a gradient; there is nothing to train.")
-    forgotten = [name for param, name in names.items() if param.requires_grad and param not in targets]
-    if forgotten:
-        raise InvalidArgumentError(
-            f"the model trains {len(forgotten)} parameter(s) that no optimizer updates "
-            f"({', '.join(forgotten[:3])}...); their gradients would pile up. Give them to an optimizer, or freeze "
-            "them."
-        )
-    for name, module in model.named_modules() if model is not None else ():
-        keywords = getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", {})
-        if getattr(module, "gradient_checkpointing", False) and keywords.get("use_reentrant", False):
-            raise InvalidArgumentError(
-                f"{name or 'the model'} uses reentrant checkpointing, whose nested backwards would update weights in "
-                f"pieces. "
-                'Enable it with gradient_checkpointing_kwargs={"use_reentrant": False}.'
-            )
-    return targets

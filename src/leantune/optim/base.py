@@ -145,6 +145,12 @@ class LeanOptimizer(torch.optim.Optimizer):
                         self.update(param, param.grad, group, self.state[param])
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, and what a FusedBackward has accumulated of them."""
+        super().zero_grad(set_to_none)
+        if self._fused is not None:
+            self._fused.forget(self)
+
     def _check_gradients(self) -> None:
         """:meth:`check_gradient` of all there are."""
         found = [
