@@ -125,6 +125,31 @@ def test_accumulated_gradients_are_planned():
     assert "3 micro-batches" in plan.where
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("accumulate", ["float32", "bfloat16"])
+def test_sums_of_a_fused_backward_are_planned(accumulate, dtype):
+    model = tiny_llama().to(dtype)
+    optimizer = lt.TernaryAdamW(model.parameters(), lr=1e-3)
+    batch, share = tokens(1, 48), 1 / 3
+    plan = plan_run(
+        model, optimizer, batch_size=1, length=48, fused=True, loss="exact", micro_batches=3, accumulate=accumulate
+    )
+    fused = lt.FusedBackward(optimizer, model, accumulate=accumulate)
+    for step in range(2):
+        tracker = MemoryTracker(model, optimizer)
+        if step == 1:
+            tracker.start()
+        for micro in range(3):
+            fused.backward(share * exact_loss(model, batch), last=micro == 2)
+        optimizer.step()
+        if step == 1:
+            tracker.stop()
+    close(tracker.timeline().peak_bytes, plan.total, 0.03)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    without = plan_run(model, optimizer, batch_size=1, length=48, fused=True, loss="exact")
+    assert plan.total - without.total > 0.8 * count * (4 if accumulate == "float32" else 2)
+
+
 def test_frozen_parameters_have_no_gradients():
     model = tiny_llama()
     for parameter in model.model.parameters():

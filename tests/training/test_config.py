@@ -48,6 +48,8 @@ def test_p11_g9_wrong_keys_and_values_say_what_to_write(flag: str, words: str) -
     ("flags", "words"),
     [
         (["--gradient_accumulation_steps=4"], "frees each gradient"),
+        (["--gradient_accumulation_steps=4", "--accumulate=float16"], "float32 or bfloat16"),
+        (["--accumulate=float32"], "would be ignored"),
         (["--clip=none", "--max_grad_norm=1"], "would ignore it"),
         (["--optim=adamw_torch", "--fused_backward=true"], "all gradients at once"),
         (["--optim=lomo"], "give one"),

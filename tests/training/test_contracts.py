@@ -107,6 +107,21 @@ def test_g2_accumulated_micro_batches_train_as_one_batch(tiny_model_path: str, r
 
 
 @pytest.mark.usefixtures("light")
+@pytest.mark.parametrize("clip", ["per_tensor", "global", "none"])
+def test_g2_a_fused_run_with_sums_trains_as_an_ordinary_one(
+    tiny_model_path: str, rows: str, tmp_path: Path, clip: str
+) -> None:
+    more = {"dtype": "float32", "optim": "adamw", "max_steps": 3, "clip": clip}
+    one = train(config(tiny_model_path, rows, tmp_path / "one", **more), console=QUIET)
+    parts = {**more, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "accumulate": "float32"}
+    two = train(config(tiny_model_path, rows, tmp_path / "two", **parts), console=QUIET)
+    assert losses(one) == pytest.approx(losses(two), rel=1e-4)
+    assert [row["grad_norm"] for row in one.log if "grad_norm" in row] == pytest.approx(
+        [row["grad_norm"] for row in two.log if "grad_norm" in row], rel=1e-3
+    )
+
+
+@pytest.mark.usefixtures("light")
 @pytest.mark.parametrize("clip", ["per_tensor", "global"])
 def test_g3_the_schedule_of_a_fused_run_is_that_of_an_ordinary_one(
     tiny_model_path: str, rows: str, tmp_path: Path, clip: str

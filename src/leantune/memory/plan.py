@@ -142,6 +142,7 @@ def plan_run(
     clip: Clip = "per_tensor",
     loss: Literal["exact", "full_logits"] | LossFunction = "exact",
     micro_batches: int = 1,
+    accumulate: str | None = None,
     padded: bool = False,
     autocast: torch.dtype | None = None,
     batch: Mapping[str, Tensor] | None = None,
@@ -158,6 +159,7 @@ def plan_run(
         loss: "exact" (`linear_cross_entropy`, no logits), "full_logits" (the model's own), or a function
             (model, batch) -> scalar loss: the one that will train. It is called with fake tensors.
         micro_batches: gradient accumulation.
+        accumulate: what sums gradients meanwhile under ``fused``: "float32" or "bfloat16", as FusedBackward has it.
         padded: batches hold padding or several packed sequences, so attention masks exist.
         autocast: dtype of autocast, None for none.
         batch: a batch to take shapes and dtypes from, in place of ``input_ids`` and ``labels`` of batch_size x length.
@@ -189,6 +191,7 @@ def plan_run(
         fused=fused,
         two_passes=fused and clip == "global",
         micro_batches=micro_batches,
+        accumulate=accumulate if fused else None,
         padded=padded,
         autocast=autocast,
         cost=cost,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from leantune.backward.accumulation import Accumulator
 from leantune.errors import InvalidArgumentError
 from leantune.memory.parts import OPTIMIZER_STATES, UPDATE
 from leantune.memory.timeline import MemoryTimeline
@@ -42,6 +43,8 @@ class TracedStep:
     """Fused with an exact global clip: one backward for the norm, one for the update."""
     micro_batches: int
     """Micro-batches per step, at most 2 of which are walked (the third looks like the second)."""
+    accumulate: str | None
+    """What sums gradients over micro-batches under a fused backward (`Accumulator`)."""
     autocast: torch.dtype | None
     padded: bool
     """Attention masks exist: batches hold padding or packed sequences."""
@@ -89,12 +92,16 @@ def _walk(
         context = torch.autocast(device_type, dtype=step.autocast) if step.autocast is not None else nullcontext()
         with torch.enable_grad(), context:
             loss = step.loss(model, batch)
-        if step.two_passes and last:
-            hooks.action = "drop"
-            loss.backward(retain_graph=True)
-        hooks.action = "update" if step.fused and last else "keep"
+        if hooks.sums is not None and step.micro_batches > 1:
+            hooks.action = "gather"
+        else:
+            if step.two_passes and last:
+                hooks.action = "drop"
+                loss.backward(retain_graph=True)
+            hooks.action = "update" if step.fused and last else "keep"
         loss.backward()
         del loss
+    hooks.apply_sums(real_of, step, tracker)
     if not step.fused:
         tracker.touch(UPDATE, step.cost.whole_step)
     for parameter in model.parameters():
@@ -105,9 +112,17 @@ def _walk(
 class _GradientHooks:
     """Post-accumulate hooks on fake parameters that do to gradients what the planned run will do."""
 
-    def __init__(self) -> None:
-        self.action: Literal["keep", "drop", "update"] = "keep"
+    def __init__(self, accumulate: str | None) -> None:
+        self.action: Literal["keep", "gather", "drop", "update"] = "keep"
         self.handles: list[Any] = []
+        self.sums = None if accumulate is None else Accumulator(accumulate)
+
+    def apply_sums(self, real_of: Mapping[int, int], step: TracedStep, tracker: MemoryTracker) -> None:
+        """As FusedBackward does after the last micro-batch: update by one sum after the other, and free it."""
+        sums = self.sums.sums if self.sums is not None else {}
+        for parameter in list(sums):
+            tracker.touch(UPDATE, step.cost.temporaries.get(real_of[id(parameter)], 0))
+            del sums[parameter]
 
     def remove(self) -> None:
         for handle in self.handles:
@@ -117,11 +132,14 @@ class _GradientHooks:
 def _gradient_hooks(
     model: nn.Module, real_of: Mapping[int, int], step: TracedStep, tracker: MemoryTracker
 ) -> _GradientHooks:
-    hooks = _GradientHooks()
+    hooks = _GradientHooks(step.accumulate)
 
     def ready(parameter: Tensor) -> None:
         if hooks.action == "keep":
             return
+        if hooks.action == "gather" and hooks.sums is not None and parameter.grad is not None:
+            with torch.no_grad():
+                hooks.sums.add(parameter, parameter.grad, 0)
         if hooks.action == "update":
             tracker.touch(UPDATE, step.cost.temporaries.get(real_of[id(parameter)], 0))
         parameter.grad = None

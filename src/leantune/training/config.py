@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from leantune.backward.accumulation import KINDS
 from leantune.errors import ConfigError, InvalidArgumentError
 from leantune.memory.sizes import parse_size
 from leantune.training.config_keys import ALIASES, FOREIGN_OPTIMIZER_KEYS, REFUSED, convert, passed_through, suggestion
@@ -54,6 +55,8 @@ class TrainConfig:
     master_bits: int | None = None
     fused_backward: bool | None = None
     """None: on for leantune's optimizers, off for transformers'."""
+    accumulate: str | None = None
+    """Under fused_backward, what sums gradients over micro-batches: float32 (exact) or bfloat16 (rounded)."""
     clip: str | None = None
     """per_tensor, global or none; None: global where max_grad_norm was set, else per_tensor."""
     max_grad_norm: float | None = None
@@ -264,11 +267,19 @@ def _combinations(c: TrainConfig) -> list[str]:
             f"fused_backward is on, but transformers' {c.optim} needs all gradients at once; "
             f"use one of {', '.join(OUR_OPTIMIZERS)}"
         )
-    if c.fused and c.gradient_accumulation_steps > 1:
+    if c.fused and c.gradient_accumulation_steps > 1 and c.accumulate is None:
         found.append(
             f"gradient_accumulation_steps is {c.gradient_accumulation_steps} with fused_backward, which frees each "
             "gradient before the next micro-batch. Raise per_device_train_batch_size instead (the loss without logits "
-            "makes room), or set fused_backward: false"
+            "makes room), or let sums of gradients live: accumulate: float32 (4 bytes a parameter) or bfloat16 (2, "
+            "rounded)"
+        )
+    if c.accumulate not in (None, *KINDS):
+        found.append(f"accumulate is {c.accumulate!r}; write {' or '.join(KINDS)}")
+    if c.accumulate is not None and not (c.fused and c.gradient_accumulation_steps > 1):
+        found.append(
+            "accumulate says what sums gradients under fused_backward with gradient_accumulation_steps above 1; it "
+            "would be ignored here"
         )
     if c.fused and c.max_grad_norm is not None and c.clip == "none":
         found.append("max_grad_norm is set, but clip: none would ignore it; write clip: global (exact) or per_tensor")

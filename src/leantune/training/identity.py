@@ -14,8 +14,8 @@ from leantune.training.data import PreparedData
 IDENTITY_FILE = "run_identity.json"
 _SETTINGS = (
     "method", "optim", "dtype", "bf16", "max_length", "packing", "per_device_train_batch_size",
-    "gradient_accumulation_steps", "seed", "fused", "clip_mode", "max_grad_norm", "carry_rank", "momentum_planes",
-    "block_size", "rounding", "master_bits", "velora_target_modules", "velora_num_groups", "lora_r",
+    "gradient_accumulation_steps", "seed", "fused", "accumulate", "clip_mode", "max_grad_norm", "carry_rank",
+    "momentum_planes", "block_size", "rounding", "master_bits", "velora_target_modules", "velora_num_groups", "lora_r",
     "lora_target_modules", "rate", "weight_decay", "betas", "adam_epsilon",
 )  # fmt: skip
 _EXTRA = (

@@ -335,6 +335,7 @@ def _plan(config: TrainConfig, trainer: LeanTrainer, data: PreparedData) -> Plan
             clip=config.clip_mode if config.fused else "none",  # type: ignore[arg-type]
             loss="exact" if config.exact_savings else "full_logits",
             micro_batches=config.gradient_accumulation_steps,
+            accumulate=config.accumulate,
             autocast=torch.bfloat16 if config.bf16 else None,
         )
     except InvalidArgumentError as error:

@@ -74,6 +74,8 @@ def dtypes(config: TrainConfig, model: Any, optimizer: Any) -> dict[str, str]:
         trained[name] += param.numel() if param.requires_grad else 0
     trained = +trained
     kept = "applied and freed inside backward" if config.fused else "kept until the step"
+    if config.accumulate is not None:
+        kept = f"summed in {config.accumulate} until the last micro-batch"
     if isinstance(optimizer, LeanOptimizer):
         storages = Counter(row.storage for row in optimizer.report().rows)
         states = ", ".join(f"{storage} ({count} tensors)" for storage, count in storages.most_common())

@@ -57,7 +57,7 @@ class LeanTrainer(SFTTrainer):
             )
         hooks = self._watch_gradients()
         if self.lean.fused:
-            self._fused_backward().backward(loss)
+            self._fused_backward().backward(loss, last=self.accelerator.sync_gradients)
         else:
             self.accelerator.backward(loss)
         for hook in hooks:
@@ -148,7 +148,13 @@ class LeanTrainer(SFTTrainer):
             optimizer = getattr(optimizer, "optimizer", optimizer)
             bound = self.lean.max_grad_norm if self.lean.clip_mode != "none" else None
             model = self.accelerator.unwrap_model(self.model)
-            self.fused = FusedBackward(optimizer, model=model, clip=self.lean.clip_mode, max_grad_norm=bound)
+            self.fused = FusedBackward(
+                optimizer,
+                model=model,
+                clip=self.lean.clip_mode,
+                max_grad_norm=bound,
+                accumulate=self.lean.accumulate,
+            )
         return self.fused
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
