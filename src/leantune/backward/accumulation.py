@@ -6,6 +6,7 @@ from torch import Tensor
 from leantune.codec.counter_hash import high_half, random_bits, splitmix64
 from leantune.codec.rounding import round_stochastic_
 from leantune.errors import InvalidArgumentError
+from leantune.optim.row_shard import local, row_shard
 
 KINDS = ("float32", "bfloat16")
 _CHUNK = 1 << 18
@@ -36,7 +37,8 @@ class Accumulator:
         if self.dtype is torch.float32:
             total.add_(grad)
             return
-        parts = total.view(-1).split(_CHUNK), grad.reshape(-1).split(_CHUNK)
+        key ^= row_shard(param).first_row
+        parts = local(total).view(-1).split(_CHUNK), local(grad).reshape(-1).split(_CHUNK)
         for number, (mine, more) in enumerate(zip(*parts, strict=True)):
             bits = random_bits(splitmix64(key), number, 1, 0, 1, mine.numel(), mine.device).view(-1)
             mine.copy_(round_stochastic_(mine.float().add_(more), torch.bfloat16, high_half(bits)))

@@ -18,13 +18,14 @@ from torch.autograd import Variable
 
 from leantune.backward.accumulation import Accumulator
 from leantune.backward.clip import clip_factor, combined_norm
+from leantune.backward.reduction import Reducer, reached_by, replicas
 from leantune.backward.scaling import LossScale
 from leantune.backward.targets import Target, checked_bound, collect
 from leantune.codec.counter_hash import stream_key
 from leantune.errors import BackwardError, NonFiniteError, StateMismatchError
 from leantune.optim.base import LeanOptimizer
 from leantune.optim.gradient import squared_norm
-from leantune.optim.row_shard import local
+from leantune.optim.row_shard import is_sharded, local
 
 
 class FusedBackward:
@@ -39,6 +40,11 @@ class FusedBackward:
         accumulate: what holds the sum of gradients over micro-batches, "float32" (exact, 4 bytes a parameter) or
             "bfloat16" (stochastically rounded, 2 bytes); None refuses a second backward before ``step()``.
         loss_scale: a `LossScale` for float16 gradients. Every backward then is two passes over one forward.
+        process_group: of replicas whose gradients are averaged here, in the gradients' own dtype, before they are
+            clipped and applied; then only ``fused.backward(loss)`` will do. "auto": all processes, where
+            torch.distributed runs more than one and parameters are whole on each; of a DistributedDataParallel
+            ``model`` its own, whose reduction is turned off. None: no process knows of another. Sharded parameters
+            (FSDP2) are averaged by their own hooks.
 
     ``loss.backward(); optimizer.step()`` in the one-pass modes; ``fused.backward(loss); optimizer.step()`` in any.
     With micro-batches: ``fused.backward(share * loss, last=False)`` for all but the last one, where ``share`` is what
@@ -70,6 +76,7 @@ class FusedBackward:
         max_grad_norm: float | None = None,
         accumulate: str | None = None,
         loss_scale: LossScale | None = None,
+        process_group: Any = "auto",
     ) -> None:
         self.optimizers: list[LeanOptimizer] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         self.clip = clip
@@ -81,6 +88,9 @@ class FusedBackward:
         self._gathered = 0  # micro-batches
         self._scale = 1.0  # of the loss in this step
         self._targets = collect(self.optimizers, model)
+        whole = [param for param in self._targets if not is_sharded(param)]
+        group = replicas(model, process_group) if whole else None
+        self._reducer = None if group is None else Reducer(whole, group)
         self._squares: dict[Tensor, Tensor] = {}
         self._moved: list[str] = []
         self._closed: set[int] = set()
@@ -111,7 +121,12 @@ class FusedBackward:
                 "FusedBackward with accumulate='float32' (4 bytes a parameter) or 'bfloat16' (2, rounded)."
             )
         self.dropped = False
-        if not bool(torch.isfinite(loss.detach()).all()):
+        finite = bool(torch.isfinite(loss.detach()).all())
+        if self._reducer is not None and not self._reducer.begin(reached_by(loss, self._targets), finite) and finite:
+            raise NonFiniteError(
+                "the loss of another process is not finite; backward was not run and nothing has been updated."
+            )
+        if not finite:
             raise NonFiniteError(
                 f"the loss is {loss.detach().float().mean().item()}; backward was not run and nothing has been updated."
             )
@@ -127,11 +142,17 @@ class FusedBackward:
             elif self.clip == "global" or self.loss_scale is not None:
                 self._phase = "measure"
                 scaled.backward(retain_graph=True)
+                self._finish_reduction()
                 if self._decide():
                     self._phase, self._graph_task = "apply", None
+                    if self._reducer is not None:
+                        self._reducer.begin(reached_by(loss, self._targets), True)
                     scaled.backward()
+                    self._finish_reduction()
             else:
+                self._phase = "once"
                 scaled.backward()
+                self._finish_reduction()
         except BaseException as error:
             # Out of memory, an interrupt: not from a gradient. What has moved must not pass for a whole step.
             self._failed = self._failed or f"{type(error).__name__} outside of the hooks"
@@ -217,19 +238,35 @@ class FusedBackward:
             if self._phase == "gather":
                 self._gather(param, grad, target)
                 return
-            if self._phase != "apply":
-                square = self._square(param, grad, target)
-                if self._phase == "idle":
-                    self._refuse_repeat(param, target.name)
-                self._squares[param] = square
-            if self._phase != "measure":
-                self._move(param, grad, target)
+            if self._reducer is None or is_sharded(param):
+                self._take(param, grad, target)
+                return
+            param.grad = None
+            for one, averaged in self._reducer.ready(param, grad):
+                self._take(one, averaged, self._targets[one])
         except Exception as error:
             self._failed = f"{type(error).__name__} at {target.name}"
             self._forgive_if_nothing_moved()
             raise
         finally:
             param.grad = None
+
+    def _take(self, param: Tensor, grad: Tensor, target: Target) -> None:
+        """A gradient is complete, on every process: measure it, or apply it, or both."""
+        if self._phase != "apply":
+            square = self._square(param, grad, target)
+            if self._phase != "measure":
+                self._refuse_repeat(param, target.name)
+            self._squares[param] = square
+        if self._phase != "measure":
+            self._move(param, grad, target)
+
+    @torch.no_grad()
+    def _finish_reduction(self) -> None:
+        """Parameters that other processes reached and this one did not."""
+        if self._reducer is not None:
+            for param, averaged in self._reducer.finish():
+                self._take(param, averaged, self._targets[param])
 
     def _square(self, param: Tensor, grad: Tensor, target: Target) -> Tensor:
         """The squared norm of a gradient, which must be finite, unless a loss scale will see to it."""
@@ -292,6 +329,9 @@ class FusedBackward:
         """After the last micro-batch: clip, apply and free the sums. A parameter may have been used in any of them."""
         assert self._accumulator is not None
         sums, self._gathered = self._accumulator.sums, 0
+        if self._reducer is not None:
+            whole = {param: total for param, total in sums.items() if not is_sharded(param)}
+            sums.update(self._reducer.sums(whole))
         for param, target in self._targets.items():
             if param in sums:
                 self._squares[param] = self._square(param, sums[param], target)
@@ -307,8 +347,9 @@ class FusedBackward:
             self._accumulator.sums.clear()
 
     def _check_phase(self, name: str) -> None:
-        if self._phase == "idle" and (self.clip == "global" or self.loss_scale is not None or self._gathered):
-            needs = "clip='global'" if self.clip == "global" else "a loss scale"
+        apart = self._reducer is not None
+        if self._phase == "idle" and (self.clip == "global" or self.loss_scale is not None or self._gathered or apart):
+            needs = "clip='global'" if self.clip == "global" else "a process group" if apart else "a loss scale"
             raise BackwardError(
                 f"{needs if not self._gathered else 'accumulation'} needs fused.backward(loss), and this was "
                 f"loss.backward() (stopped at {name}, nothing updated). Call fused.backward(loss)"

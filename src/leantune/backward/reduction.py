@@ -1,0 +1,126 @@
+"""Data parallel under a fused backward: each gradient is averaged over the processes before it is applied and freed.
+
+Collectives must run in one order on every process, whatever order gradients come in, and although a process may have no
+gradient for a parameter that others used (an expert no token of its batch chose). So all agree before backward which
+parameters any of them will reach, gradients wait for their turn, and a parameter that this process does not reach joins
+in with zeros. A parameter that nobody reaches is left out, as it would be in one process.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from leantune.errors import InvalidArgumentError
+
+
+class Reducer:
+    """Averages gradients over ``group``.
+
+    Args:
+        params: in an order that is the same on every process.
+        group: a process group of torch.distributed.
+    """
+
+    def __init__(self, params: list[Tensor], group: Any) -> None:
+        self.group = group
+        self.size = dist.get_world_size(group)
+        # Backward goes from the end to the beginning; after the first one, process 0's own order is everybody's.
+        self._order = list(reversed(params))
+        self._places = {param: place for place, param in enumerate(self._order)}
+        self._observed: list[int] | None = []
+        self._mine: set[Tensor] = set()
+        self._turns: list[Tensor] = []
+        self._waiting: dict[Tensor, Tensor] = {}
+
+    def begin(self, reached: set[Tensor], fine: bool) -> bool:
+        """Agree on what any process reaches; False where not all are ``fine``, and nothing is begun."""
+        flags = torch.tensor([not fine, *(param in reached for param in self._order)], dtype=torch.uint8)
+        flags = flags.to(self._order[0].device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
+        somewhere = flags.tolist()
+        self._mine = reached
+        self._turns = [param for param, flag in zip(self._order, somewhere[1:], strict=True) if flag]
+        self._turns.reverse()  # the next one is the last: popped without moving the others
+        self._waiting.clear()
+        return not somewhere[0]
+
+    def ready(self, param: Tensor, grad: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """``grad`` is complete here: gives every (parameter, averaged gradient) whose turn has come."""
+        if self._observed is not None:
+            self._observed.append(self._places[param])
+        self._waiting[param] = grad
+        yield from self._in_turn()
+
+    def finish(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Backward is over: what is left."""
+        self._mine = set(self._waiting)
+        yield from self._in_turn()
+        if self._observed is not None:
+            self._adopt_order(self._observed)
+            self._observed = None
+
+    def sums(self, sums: Mapping[Tensor, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """The same for gradients that were all accumulated before. ``sums`` may be emptied meanwhile."""
+        self.begin(set(sums), True)
+        for param in reversed(self._turns.copy()):
+            grad = sums.get(param)
+            yield param, self._averaged(torch.zeros_like(param) if grad is None else grad)
+
+    def _in_turn(self) -> Iterator[tuple[Tensor, Tensor]]:
+        while self._turns and (self._turns[-1] in self._waiting or self._turns[-1] not in self._mine):
+            param = self._turns.pop()
+            grad = self._waiting.pop(param, None)
+            yield param, self._averaged(torch.zeros_like(param) if grad is None else grad)
+
+    def _averaged(self, grad: Tensor) -> Tensor:
+        grad = grad.detach()
+        dist.all_reduce(grad, group=self.group)
+        return grad.div_(self.size)
+
+    def _adopt_order(self, observed: list[int]) -> None:
+        """Process 0's order of the first backward, then what it did not reach."""
+        seen = dict.fromkeys(observed)
+        whole = [[*seen, *(place for place in range(len(self._order)) if place not in seen)]]
+        dist.broadcast_object_list(whole, src=dist.get_global_rank(self.group, 0), group=self.group)
+        self._order = [self._order[place] for place in whole[0]]
+
+
+def replicas(model: nn.Module | None, wanted: Any) -> Any:
+    """The process group whose members hold the same parameters, or None where this process is alone.
+
+    ``wanted``: a group, None, or "auto" (see `FusedBackward`). A DistributedDataParallel model's own reduction, which
+    would come after the update, is turned off.
+    """
+    wrapped = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
+    group = wanted
+    if group == "auto":
+        everybody = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        group = everybody if wrapped is None else wrapped.process_group
+    if wrapped is not None and group is not None:
+        wrapped.require_backward_grad_sync = False
+    if group is None and wrapped is not None:
+        raise InvalidArgumentError(
+            "model is DistributedDataParallel but process_group is None: every process would train by itself. Leave "
+            "process_group out, or give the module inside (model.module)."
+        )
+    return None if group is None or dist.get_world_size(group) == 1 else group
+
+
+def reached_by(loss: Tensor, params: Mapping[Tensor, Any]) -> set[Tensor]:
+    """Which of ``params`` backward from ``loss`` will reach."""
+    found: set[Tensor] = set()
+    seen: set[Any] = set()
+    nodes = [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and variable in params:
+            found.add(variable)
+        nodes.extend(following for following, _ in node.next_functions)
+    return found
