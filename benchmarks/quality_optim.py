@@ -49,8 +49,8 @@ CELLS = (
     Cell("mixture", batch=48, steps=100, power=3),
     Cell("rte", batch=4, steps=80, power=-5, fixed=CONTROLS),
     Cell("rte", batch=16, steps=30, power=-4, fixed=CONTROLS),
-    Cell("smollm-cut", batch=2, steps=36, power=-1),
-    Cell("smollm-cut", batch=8, steps=20, power=-1),
+    Cell("smollm-cut", batch=2, steps=36, power=2),
+    Cell("smollm-cut", batch=8, steps=20, power=1),
     Cell(
         "smollm", batch=2, steps=24, power=-3, seeds=2, searched=("adamw", "ternary-r4"),
         fixed=("torchao-8bit", "adamw-plain"),
