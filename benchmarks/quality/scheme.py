@@ -11,6 +11,7 @@ import leantune as lt
 from leantune.codec import column_factors, log_ternary, ternary
 from leantune.kernels import native
 from leantune.optim import ternary_adamw
+from leantune.optim.ternary_adamw import normalised_momentum
 from quality.methods import BETAS, WEIGHT_DECAY, Build
 
 
@@ -47,9 +48,8 @@ def _bounded(bound: float) -> Build:
     def rule(
         grad: Tensor, momentum: Tensor, variance: Tensor, beta1: float, beta2: float, step: int, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        variance.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        root = torch.mul(variance, 1 / (1 - beta2**step)).sqrt_().add_(eps)
-        normalised = torch.div(grad, root, out=root).clamp_(-bound, bound)
+        normalised, _, variance = normalised_momentum(grad, momentum, variance, beta1, beta2, step, eps)
+        normalised.clamp_(-bound, bound)
         return normalised, torch.lerp(momentum, normalised, 1 - beta1), variance
 
     return _with(ternary_adamw, "normalised_momentum", rule)

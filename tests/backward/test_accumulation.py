@@ -4,27 +4,15 @@ import itertools
 
 import pytest
 import torch
-from test_fused import RULES, Model, loss_of
+from test_fused import RULES, Model, clip_ordinary, loss_of
 from torch import nn
 
 import leantune as lt
 from leantune.backward.accumulation import Accumulator
-from leantune.backward.clip import clip_factor, combined_norm
 from leantune.backward.scaling import LossScale
 from leantune.errors import BackwardError, InvalidArgumentError, NonFiniteError, StateMismatchError
-from leantune.optim.gradient import squared_norm
 
 SHARES = (0.5, 0.2, 0.3)  # of the batch's tokens
-
-
-def clip_ordinary(params: list[nn.Parameter], clip: str, bound: float) -> float:
-    norm = combined_norm(squared_norm(p.grad) for p in params)
-    for param in params:
-        if clip == "global":
-            param.grad.mul_(clip_factor(norm, bound))
-        elif clip == "per_tensor":
-            param.grad.mul_(clip_factor(squared_norm(param.grad).sqrt().item(), bound))
-    return norm
 
 
 @pytest.mark.parametrize("rule", RULES)

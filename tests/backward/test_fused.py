@@ -50,16 +50,21 @@ def loss_of(model: nn.Module, number: int) -> Tensor:
     return functional.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
 
 
-def ordinary_step(model: nn.Module, optimizer: torch.optim.Optimizer, clip: str, bound: float, number: int) -> float:
-    optimizer.zero_grad()
-    loss_of(model, number).backward()
-    params = [p for p in model.parameters() if p.grad is not None]
+def clip_ordinary(params: list[nn.Parameter], clip: str, bound: float) -> float:
+    """Clip living gradients; the global norm before that."""
     norm = combined_norm(squared_norm(p.grad) for p in params)
     for param in params:
         if clip == "global":
             param.grad.mul_(clip_factor(norm, bound))
         elif clip == "per_tensor":
             param.grad.mul_(clip_factor(squared_norm(param.grad).sqrt().item(), bound))
+    return norm
+
+
+def ordinary_step(model: nn.Module, optimizer: torch.optim.Optimizer, clip: str, bound: float, number: int) -> float:
+    optimizer.zero_grad()
+    loss_of(model, number).backward()
+    norm = clip_ordinary([p for p in model.parameters() if p.grad is not None], clip, bound)
     optimizer.step()
     return norm
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from processes import run_cases
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -200,18 +201,5 @@ def replicas_stay_equal(folder: Path, mesh: DeviceMesh) -> None:
     assert all(torch.equal(every[0], other) for other in every)
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    folder = Path(sys.argv[1])
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for case in sys.argv[2:]:
-        globals()[case](folder, mesh)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            print(f"done: {case}", flush=True)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(globals(), sys.argv[2:], lambda: (Path(sys.argv[1]), init_device_mesh("cpu", (dist.get_world_size(),))))

@@ -288,7 +288,9 @@ def test_squared_norms_equal_torch_s_and_show_what_is_not_finite(count: int, dty
 def test_version_counters_notice_the_kernel() -> None:
     param, optimizer = prepared((64, 128), torch.bfloat16)
     before = param._version, optimizer.state[param]["momentum_trits"]._version
+    read = param.grad._version
     optimizer.step()
+    assert param.grad._version == read
     assert param._version > before[0]
     assert optimizer.state[param]["momentum_trits"]._version > before[1]
 

@@ -24,8 +24,8 @@ from leantune.backward.targets import Target, checked_bound, collect
 from leantune.codec.counter_hash import stream_key
 from leantune.errors import BackwardError, NonFiniteError, StateMismatchError
 from leantune.optim.base import LeanOptimizer
-from leantune.optim.gradient import squared_norm
-from leantune.optim.row_shard import is_sharded, local
+from leantune.optim.gradient import whole_squared_norm
+from leantune.optim.row_shard import is_sharded
 
 
 class FusedBackward:
@@ -84,7 +84,8 @@ class FusedBackward:
         self.grad_norm: float | None = None
         self.loss_scale = loss_scale
         self.dropped = False
-        self._accumulator = None if accumulate is None else Accumulator(accumulate)
+        self._accumulates = accumulate is not None
+        self._accumulator = Accumulator("float32" if accumulate is None else accumulate)
         self._gathered = 0  # micro-batches
         self._scale = 1.0  # of the loss in this step
         self._targets = collect(self.optimizers, model)
@@ -113,7 +114,7 @@ class FusedBackward:
         The loss is checked first: NonFiniteError leaves everything as it was.
         """
         self._refuse_second_backward()
-        if not last and self._accumulator is None:
+        if not last and not self._accumulates:
             raise BackwardError(
                 "backward(last=False) accumulates gradients, which then must live, and fused backward frees each as "
                 "soon as it is applied. Take a larger micro-batch (the loss without logits and checkpointing make "
@@ -121,8 +122,12 @@ class FusedBackward:
                 "FusedBackward with accumulate='float32' (4 bytes a parameter) or 'bfloat16' (2, rounded)."
             )
         self.dropped = False
-        finite = bool(torch.isfinite(loss.detach()).all())
-        if self._reducer is not None and not self._reducer.begin(reached_by(loss, self._targets), finite) and finite:
+        finite, gathers = bool(torch.isfinite(loss.detach()).all()), bool(self._gathered) or not last
+        everywhere = finite
+        if self._reducer is not None:
+            # Sums are agreed on when all are there.
+            everywhere = self._reducer.begin(set() if gathers else reached_by(loss, self._targets), finite)
+        if finite and not everywhere:
             raise NonFiniteError(
                 "the loss of another process is not finite; backward was not run and nothing has been updated."
             )
@@ -133,7 +138,7 @@ class FusedBackward:
         try:
             self._scale = 1.0 if self.loss_scale is None else self.loss_scale.value
             scaled = loss if self.loss_scale is None else loss * self._scale
-            if self._gathered or not last:
+            if gathers:
                 self._phase, self._graph_task = "gather", None
                 scaled.backward()
                 self._gathered, self._graph_task = self._gathered + 1, None
@@ -146,7 +151,7 @@ class FusedBackward:
                 if self._decide():
                     self._phase, self._graph_task = "apply", None
                     if self._reducer is not None:
-                        self._reducer.begin(reached_by(loss, self._targets), True)
+                        self._reducer.restart()
                     scaled.backward()
                     self._finish_reduction()
             else:
@@ -172,10 +177,10 @@ class FusedBackward:
 
     def forget(self, optimizer: LeanOptimizer) -> None:
         """What ``optimizer.zero_grad()`` does here: drop what was accumulated for its parameters."""
-        if self._accumulator is not None:
-            for param in [key for key in self._accumulator.sums if self._targets[key].optimizer is optimizer]:
-                del self._accumulator.sums[param]
-            self._gathered = self._gathered if self._accumulator.sums else 0
+        sums = self._accumulator.sums
+        for param in [key for key in sums if self._targets[key].optimizer is optimizer]:
+            del sums[param]
+        self._gathered = self._gathered if sums else 0
 
     def state_dict(self) -> dict[str, Any]:
         """The loss scale's; empty without one. Everything else is in the optimizers' own."""
@@ -271,7 +276,7 @@ class FusedBackward:
     def _square(self, param: Tensor, grad: Tensor, target: Target) -> Tensor:
         """The squared norm of a gradient, which must be finite, unless a loss scale will see to it."""
         if self.loss_scale is not None:
-            return squared_norm(local(grad))
+            return whole_squared_norm(param, grad)
         try:
             return target.optimizer.check_gradient(param, grad, target.group, target.place)
         except NonFiniteError:
@@ -318,7 +323,6 @@ class FusedBackward:
 
     def _gather(self, param: Tensor, grad: Tensor, target: Target) -> None:
         """Add a micro-batch's gradient to its sum."""
-        assert self._accumulator is not None
         optimizer = target.optimizer
         seed = int(optimizer.param_groups[target.group]["seed"])
         step = int(optimizer.state[param]["step"]) if optimizer.state[param] else 0
@@ -327,11 +331,10 @@ class FusedBackward:
     @torch.no_grad()
     def _apply_sums(self) -> None:
         """After the last micro-batch: clip, apply and free the sums. A parameter may have been used in any of them."""
-        assert self._accumulator is not None
         sums, self._gathered = self._accumulator.sums, 0
         if self._reducer is not None:
             whole = {param: total for param, total in sums.items() if not is_sharded(param)}
-            sums.update(self._reducer.sums(whole))
+            sums.update(self._reducer.sums(whole, self._accumulator.dtype))
         for param, target in self._targets.items():
             if param in sums:
                 self._squares[param] = self._square(param, sums[param], target)
@@ -343,8 +346,7 @@ class FusedBackward:
 
     def _drop_sums(self) -> None:
         self._gathered = 0
-        if self._accumulator is not None:
-            self._accumulator.sums.clear()
+        self._accumulator.sums.clear()
 
     def _check_phase(self, name: str) -> None:
         apart = self._reducer is not None

@@ -31,6 +31,8 @@ class Reducer:
         self._order = list(reversed(params))
         self._places = {param: place for place, param in enumerate(self._order)}
         self._observed: list[int] | None = []
+        self._reached: set[Tensor] = set()  # here
+        self._agreed: set[Tensor] = set()  # anywhere
         self._mine: set[Tensor] = set()
         self._turns: list[Tensor] = []
         self._waiting: dict[Tensor, Tensor] = {}
@@ -40,12 +42,18 @@ class Reducer:
         flags = torch.tensor([not fine, *(param in reached for param in self._order)], dtype=torch.uint8)
         flags = flags.to(self._order[0].device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
-        somewhere = flags.tolist()
-        self._mine = reached
-        self._turns = [param for param, flag in zip(self._order, somewhere[1:], strict=True) if flag]
-        self._turns.reverse()  # the next one is the last: popped without moving the others
+        bad, *somewhere = flags.tolist()
+        self._reached = reached
+        self._agreed = {param for param, flag in zip(self._order, somewhere, strict=True) if flag}
+        self.restart()
+        return not bad
+
+    def restart(self) -> None:
+        """A backward over the graph of the last one: what was agreed holds."""
+        self._mine = self._reached
+        # The next one is the last: popped without moving the others.
+        self._turns = [param for param in reversed(self._order) if param in self._agreed]
         self._waiting.clear()
-        return not somewhere[0]
 
     def ready(self, param: Tensor, grad: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """``grad`` is complete here: gives every (parameter, averaged gradient) whose turn has come."""
@@ -62,18 +70,18 @@ class Reducer:
             self._adopt_order(self._observed)
             self._observed = None
 
-    def sums(self, sums: Mapping[Tensor, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """The same for gradients that were all accumulated before. ``sums`` may be emptied meanwhile."""
+    def sums(self, sums: Mapping[Tensor, Tensor], dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+        """The same for gradients that were all accumulated before, in ``dtype``."""
         self.begin(set(sums), True)
-        for param in reversed(self._turns.copy()):
-            grad = sums.get(param)
-            yield param, self._averaged(torch.zeros_like(param) if grad is None else grad)
+        self._waiting.update(sums)
+        yield from self._in_turn(dtype)
 
-    def _in_turn(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def _in_turn(self, dtype: torch.dtype | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """``dtype``: of zeros; None: the parameter's, which is its gradient's."""
         while self._turns and (self._turns[-1] in self._waiting or self._turns[-1] not in self._mine):
             param = self._turns.pop()
             grad = self._waiting.pop(param, None)
-            yield param, self._averaged(torch.zeros_like(param) if grad is None else grad)
+            yield param, self._averaged(torch.zeros_like(param, dtype=dtype) if grad is None else grad)
 
     def _averaged(self, grad: Tensor) -> Tensor:
         grad = grad.detach()

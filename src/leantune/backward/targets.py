@@ -24,6 +24,7 @@ class Target:
 
 
 def checked_bound(clip: str, max_grad_norm: float | None) -> float:
+    """The bound of a clip mode, 1.0 where none was set. Raises InvalidArgumentError for what cannot be honoured."""
     if clip not in CLIP_MODES:
         raise InvalidArgumentError(f"clip is {clip!r}; write one of {', '.join(map(repr, CLIP_MODES))}.")
     if clip == "none" and max_grad_norm is not None:

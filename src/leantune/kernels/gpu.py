@@ -220,7 +220,7 @@ class TernaryCall:
         if carry is not None:
             # Not in the kernel: every program of a row decodes with the old U.
             self._state["carry_rows"].copy_(carry[0])
-        native.note_written([self._weight, *(value for name, value in self._state.items() if name != "step")])
+        native.note_written(self._weight, self._state)
         return products
 
     def _products(self, basis: Tensor) -> tuple[Tensor, Tensor | None]:

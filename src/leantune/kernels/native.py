@@ -8,7 +8,8 @@ kernel: ``torch.get_num_threads()``.
 import ctypes
 import functools
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -144,9 +145,36 @@ def squared_norms(arrays: Sequence[Tensor]) -> list[float | None]:
     return [found.get(id(array)) for array in arrays]
 
 
-def note_written(tensors: Iterable[Tensor]) -> None:
-    """Tell autograd what a kernel wrote behind its back."""
-    torch.autograd.graph.increment_version(list(tensors))
+def note_written(weight: Tensor, state: dict[str, Any]) -> None:
+    """Tell autograd what a kernel wrote behind its back: the weight and its state."""
+    torch.autograd.graph.increment_version(_written(weight, state))
+
+
+def _written(weight: Tensor, state: dict[str, Any]) -> list[Tensor]:
+    return [weight, *(value for name, value in state.items() if name != "step")]
+
+
+@dataclass(frozen=True)
+class _Update:
+    """A whole update and what must live until it has run."""
+
+    call: _Call
+    read: tuple[Tensor | None, ...]
+    written: list[Tensor]
+
+    def run_or_wait(self) -> None:
+        """Run, now or at the end of :class:`deferred`."""
+        if _waiting.updates is None:
+            _run([self])
+        else:
+            _waiting.updates.append(self)
+
+
+class _Waiting(threading.local):
+    updates: list[_Update] | None = None
+
+
+_waiting = _Waiting()
 
 
 class deferred:
@@ -154,39 +182,24 @@ class deferred:
     clear the caches it needs, the interpreter takes several times as long as by itself."""
 
     def __enter__(self) -> None:
-        self._before = getattr(_waiting, "updates", None)
-        _waiting.updates = []
+        self._before, _waiting.updates = _waiting.updates, []
 
     def __exit__(self, *_: object) -> None:
-        updates, _waiting.updates = _waiting.updates, self._before
-        if updates:
-            _run(updates)
-
-
-_waiting = threading.local()
+        run_deferred()
+        _waiting.updates = self._before
 
 
 def run_deferred() -> None:
     """Run the updates that wait, if any."""
-    updates = getattr(_waiting, "updates", None)
-    if updates:
-        _waiting.updates = []
+    if _waiting.updates:
+        updates, _waiting.updates = _waiting.updates, []
         _run(updates)
 
 
-def _update(call: _Call, *tensors: Tensor | None) -> None:
-    """Run a whole update, now or at the end of :class:`deferred`. ``tensors``: what it reads or writes."""
-    updates = getattr(_waiting, "updates", None)
-    if updates is None:
-        _run([(call, tensors)])
-    else:
-        updates.append((call, tensors))
-
-
-def _run(updates: list[tuple[_Call, tuple[Tensor | None, ...]]]) -> None:
-    calls = (ctypes.POINTER(_Call) * len(updates))(*(ctypes.pointer(call) for call, _ in updates))
+def _run(updates: list[_Update]) -> None:
+    calls = (ctypes.POINTER(_Call) * len(updates))(*(ctypes.pointer(update.call) for update in updates))
     _load()[0].leantune_update(calls, len(updates))
-    note_written(tensor for _, tensors in updates for tensor in tensors if tensor is not None)
+    torch.autograd.graph.increment_version([tensor for update in updates for tensor in update.written])
 
 
 def exact_step(
@@ -196,7 +209,7 @@ def exact_step(
     elements of a row that share a key of random bits."""
     call = _call(weight, grad, state, block_size, key, first_row, rule)
     call.exact_momentum, call.exact_variance = state["momentum"].data_ptr(), state["variance"].data_ptr()
-    _update(call, weight, grad, state["momentum"], state["variance"], state.get("weight_remainder"))
+    _Update(call, (grad,), _written(weight, state)).run_or_wait()
 
 
 def _call(
@@ -276,8 +289,7 @@ class TernaryCall:
         """The whole update where all rows are here. ``basis``: V of this step, bfloat16 (cols, rank), None without a
         carry."""
         self._call.basis = None if basis is None else basis.data_ptr()
-        written = (value for name, value in self._state.items() if name != "step")
-        _update(self._call, self._weight, self._grad, basis, *written)
+        _Update(self._call, (self._grad, basis), _written(self._weight, self._state)).run_or_wait()
 
     def square_sums(self) -> Tensor:
         """Sums over these rows of the squared gradient, fp64 (cols,)."""
@@ -298,7 +310,7 @@ class TernaryCall:
         call.basis = None if basis is None else basis.data_ptr()
         products = torch.empty((call.rank if call.refresh else 0, call.cols), dtype=torch.float32, device="cpu")
         _load()[0].leantune_ternary_step(ctypes.byref(call), products.data_ptr())
-        note_written([self._weight, *(value for name, value in self._state.items() if name != "step")])
+        note_written(self._weight, self._state)
         return products.t() if len(products) else None
 
     @staticmethod

@@ -15,7 +15,7 @@ from torch import Tensor
 from leantune.codec.counter_hash import stream_key
 from leantune.errors import BackwardError, InvalidArgumentError, InvalidTypeError, NonFiniteError, StateMismatchError
 from leantune.kernels import native
-from leantune.optim.gradient import squared_norm
+from leantune.optim.gradient import squared_norm, whole_squared_norm
 from leantune.optim.report import ParameterState, StateLayout, StateReport
 from leantune.optim.row_shard import RowShard, is_sharded, local, placed_like, row_shard, rows_of, whole_tensor
 
@@ -89,9 +89,10 @@ class LeanOptimizer(torch.optim.Optimizer):
         if param.numel():
             key = stream_key(int(group["seed"]), int(state["step"]), self._position(param))
             here = {name: local(value) for name, value in state.items()} if is_sharded(param) else state
-            matrix = local(grad).reshape(shard.matrix.shape)
+            mine = local(grad)
+            matrix = mine.reshape(shard.matrix.shape)
             self._apply(shard, matrix, group, here, grad_scale, key)
-            if matrix.data_ptr() != grad.data_ptr():
+            if matrix.data_ptr() != mine.data_ptr():
                 native.run_deferred()  # a copy is not kept until the end
 
     def _allocate(self, param: Tensor, group: dict[str, Any], state: dict[str, Any], shard: RowShard) -> None:
@@ -171,9 +172,7 @@ class LeanOptimizer(torch.optim.Optimizer):
                 f"{name} has a sparse gradient ({grad.layout}), which {type(self).__name__} does not take. "
                 "Build the embedding with sparse=False."
             )
-        norm = squared_norm(local(grad))
-        if is_sharded(param):
-            norm = row_shard(param).total(norm)
+        norm = whole_squared_norm(param, grad)
         if not math.isfinite(norm.item()):
             raise NonFiniteError(
                 f"the gradient of {name} holds NaN or Inf (or its squares overflow float32). Nothing has been updated "

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from leantune.kernels import native
+from leantune.optim.row_shard import is_sharded, local, row_shard
 
 _CHUNK = 1 << 20
 
@@ -24,6 +25,12 @@ def squared_norm(grad: Tensor) -> Tensor:
     else:
         parts = [_chunk_norm(chunk) for chunk in grad.view(-1).split(_CHUNK)]
     return torch.stack(parts).sum()
+
+
+def whole_squared_norm(param: Tensor, grad: Tensor) -> Tensor:
+    """:func:`squared_norm` of a parameter's whole gradient, wherever its rows lie: the same on every process."""
+    norm = squared_norm(local(grad))
+    return row_shard(param).total(norm) if is_sharded(param) else norm
 
 
 def _chunk_norm(chunk: Tensor) -> Tensor:

@@ -145,10 +145,10 @@ template <class Number> struct Partial {
     }
 };
 
-// Ranges of rows whose sums are kept apart, `size` bytes each, together at most 2 MiB; enough elements each to hide the
+// Ranges of rows whose sums are kept apart, `size` bytes each, together at most 1 MiB; enough elements each to hide the
 // start of one. A power of two is shared evenly by two, four, eight threads.
 static int chunks_of(const LeantuneTernary *t, int64_t size, int64_t elements_each) {
-    const int64_t bounds[] = {64, t->rows, (2 << 20) / (size > 1 ? size : 1), t->rows * t->cols / elements_each};
+    const int64_t bounds[] = {64, t->rows, (1 << 20) / (size > 1 ? size : 1), t->rows * t->cols / elements_each};
     int64_t most = bounds[0];
     for (int64_t bound : bounds) most = bound < most ? bound : most;
     int chunks = 1;

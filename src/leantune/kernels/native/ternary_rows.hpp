@@ -157,7 +157,7 @@ struct Group {
 
 // What belongs to the columns, worked out once for all rows. Behind the last column everything is 0.
 struct Columns {
-    int64_t wide, span;              // columns, rounded up to whole blocks and to sixteen
+    int64_t wide;                    // columns, rounded up to whole blocks
     std::vector<float> memory;
     float *times, *over;             // f of the stored v; 1 / f of the new
     int32_t *live;                   // all ones in live columns
@@ -166,7 +166,7 @@ struct Columns {
     std::vector<Group> groups;
 
     Columns(const LeantuneTernary *t)
-        : wide(t->blocks_per_row * t->block), span((t->cols + 15) / 16 * 16), memory((size_t)((3 + 2 * t->rank) * wide + t->blocks_per_row) + LINE / sizeof(float)) {
+        : wide(t->blocks_per_row * t->block), memory((size_t)((3 + 2 * t->rank) * wide + t->blocks_per_row) + LINE / sizeof(float)) {
         times = aligned(memory.data());
         over = times + wide;
         live = (int32_t *)(over + wide);
@@ -364,16 +364,20 @@ INLINE void log_offsets(LogBlocks &blocks, int b, const float *ratio, const uint
     blocks.twice[b] = (float)(size - count.ones());
 }
 
-// The first log-step of a block, from the spread of its offsets.
-static float first_step(const LogBlocks &blocks, int b, const float *offset, int size) {
+static float sum_of_squares(const float *x, int size) {
     Sum squares;
     for (int i = 0; i < size; i += 16)
         for (int p = 0; p < PARTS; p++) {
-            const Floats octaves = load(offset + i + p * WIDTH);
-            squares.part[p] = fma(octaves, octaves, squares.part[p]);
+            const Floats value = load(x + i + p * WIDTH);
+            squares.part[p] = fma(value, value, squares.part[p]);
         }
+    return total(squares);
+}
+
+// The first log-step of a block, from the spread of its offsets.
+static float first_step(const LogBlocks &blocks, int b, const float *offset, int size) {
     const float average = blocks.offsets[b] / blocks.count[b];
-    const float square = total(squares) * (1.0f / OCTAVE / OCTAVE) / blocks.count[b] - average * average;
+    const float square = sum_of_squares(offset, size) * (1.0f / OCTAVE / OCTAVE) / blocks.count[b] - average * average;
     return __builtin_sqrtf(square > 0.0f ? square : 0.0f) * FIRST_STEP;
 }
 
@@ -465,16 +469,6 @@ static void encode_variance(const LeantuneTernary *t, const Columns &columns, co
 
 // -- the momentum's encoding ------------------------------------------------------------------------------------------
 
-static float sum_of_squares(const float *x, int size) {
-    Sum squares;
-    for (int i = 0; i < size; i += 16)
-        for (int p = 0; p < PARTS; p++) {
-            const Floats value = load(x + i + p * WIDTH);
-            squares.part[p] = fma(value, value, squares.part[p]);
-        }
-    return total(squares);
-}
-
 // The digits of sign(r) where |r| > limit; the sum of the chosen |r|, and their number.
 INLINE void choose_trits(const float *residual, float limit, uint8_t *digits, int size, float *sum, float *count) {
     const Floats threshold = all(limit);
@@ -513,15 +507,7 @@ static void encode_momentum(const LeantuneTernary *t, const Group &g, int64_t ro
 }
 
 static void block_squares(const LeantuneTernary *t, const Group &g, const float *residual, float *squares) {
-    for (int b = 0; b < g.blocks; b++) {
-        Sum sum;
-        for (int i = b * t->block; i < b * t->block + g.used[b]; i += 16)
-            for (int p = 0; p < PARTS; p++) {
-                const Floats value = load(residual + i + p * WIDTH);
-                sum.part[p] = fma(value, value, sum.part[p]);
-            }
-        squares[b] = total(sum);
-    }
+    for (int b = 0; b < g.blocks; b++) squares[b] = sum_of_squares(residual + b * t->block, g.used[b]);
 }
 
 // out = residual - s q of a group.
@@ -894,7 +880,8 @@ static void exact_rows(const LeantuneTernary *t, int64_t top, int64_t bottom) {
     std::vector<float> scratch((size_t)(2 * t->block));
     std::vector<uint32_t> bits((size_t)(t->block + 15) / 16 * 8 + 16);
     const float root_bias = __builtin_sqrtf(t->bias);
-    for (int64_t row = top; row < bottom; row++)
+    for (int64_t row = top; row < bottom; row++) {
+        const uint64_t key = row_key(t, row);
         for (int64_t left = 0; left < t->cols; left += t->block) {
             const int n = (int)(t->cols - left < t->block ? t->cols - left : t->block);
             const int64_t offset = row * t->cols + left;
@@ -905,9 +892,10 @@ static void exact_rows(const LeantuneTernary *t, int64_t top, int64_t bottom) {
                 v[i] = fma(v[i], t->beta2, t->rest2 * g * g);
                 u[i] = fma(t->rest1, g / fma(__builtin_sqrtf(v[i]), root_bias, t->eps) - u[i], u[i]);
             }
-            if (t->stochastic) random_words(seed_of(row_key(t, row), left / t->block), (n + 15) / 16 * 16, bits.data());
+            if (t->stochastic) random_words(seed_of(key, left / t->block), (n + 15) / 16 * 16, bits.data());
             write_weight(t, offset, u, bits.data(), scratch.data() + t->block, n);
         }
+    }
 }
 
 // columns += g^2 of R rows.
