@@ -201,7 +201,7 @@ def resident(name):
 torch.set_num_threads(2)
 param = torch.nn.Parameter(torch.zeros({shape}, dtype=torch.bfloat16))
 param.grad = torch.full_like(param, 1e-3)
-small = torch.nn.Parameter(torch.zeros(64, 64))
+small = torch.nn.Parameter(torch.zeros(512, 2048))  # enough for both threads to have started
 optimizer = lt.TernaryAdamW([param], lr=1e-3)
 warm = lt.TernaryAdamW([small], lr=1e-3)
 small.grad = torch.ones_like(small)
