@@ -172,14 +172,21 @@ void leantune_ternary_squares(const LeantuneTernary *t, double *columns) {
     std::memcpy(columns, partial.of(0), sizeof(double) * (size_t)t->cols);
 }
 
-void leantune_ternary_step(const LeantuneTernary *t, float *products) {
+// Decode, rule, encode, move the weights; Y, (rank, cols), at the beginning of what it returns.
+static Partial<float> step(const LeantuneTernary *t) {
     const int64_t wide = t->blocks_per_row * t->block, size = t->refresh ? t->rank * wide : 0;
     const int chunks = chunks_of(t, 4 * t->rank * wide, 1 << 15);
     const bool apart = t->threads > 1;
     Partial<float> partial(size, apart ? chunks : 2);
     (apart ? chosen->step : chosen->step_in_order)(t, partial.of(0), size, chunks);
     if (apart) partial.add_up();
-    for (int64_t k = 0; size && k < t->rank; k++) std::memcpy(products + k * t->cols, partial.of(0) + k * wide, sizeof(float) * (size_t)t->cols);
+    for (int64_t k = 1; size && k < t->rank; k++) std::memmove(partial.of(0) + k * t->cols, partial.of(0) + k * wide, sizeof(float) * (size_t)t->cols);
+    return partial;
+}
+
+void leantune_ternary_step(const LeantuneTernary *t, float *products) {
+    Partial<float> partial = step(t);
+    if (t->refresh) std::memcpy(products, partial.of(0), sizeof(float) * (size_t)(t->rank * t->cols));
 }
 
 void leantune_next_basis(const float *products, const uint16_t *basis, int64_t cols, int rank, uint16_t *out) {
@@ -196,18 +203,17 @@ static void new_means(const LeantuneTernary *t, const double *sums, float *means
 
 static void update_ternary(LeantuneTernary t) {
     std::vector<float> means((size_t)t.cols);
-    std::unique_ptr<float[]> products(new float[(size_t)(t.refresh ? t.rank * t.cols : 0)]);  // takes no memory before it is written
     {
         std::vector<double> sums((size_t)t.cols);
         leantune_ternary_squares(&t, sums.data());
         new_means(&t, sums.data(), means.data());
     }
     t.new_column_means = means.data();
-    leantune_ternary_step(&t, products.get());
+    Partial<float> products = step(&t);
     std::memcpy(t.column_means, means.data(), sizeof(float) * (size_t)t.cols);
     for (int64_t j = 0; t.rank && j < t.cols; j++)
         for (int k = 0; k < t.rank; k++) t.carry_columns[j * t.rank + k] = means[j] > 0.0f ? t.basis[j * t.rank + k] : 0;
-    if (t.rank && t.refresh) chosen->next_basis(products.get(), t.basis, t.cols, t.rank, t.carry_basis);
+    if (t.rank && t.refresh) chosen->next_basis(products.of(0), t.basis, t.cols, t.rank, t.carry_basis);
 }
 
 static void update_exact(const LeantuneTernary *t) {
