@@ -2,6 +2,7 @@
 count."""
 
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -191,33 +192,33 @@ def test_updates_that_wait_are_run_whatever_ends_the_loop() -> None:
 
 
 @built
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak of resident memory")
+@pytest.mark.skipif(sys.platform != "linux" or shutil.which("gcc") is None, reason="needs gcc and glibc's allocator")
 @pytest.mark.parametrize("shape", [(8192, 8192), (512, 65536)])
-def test_o18_the_kernel_itself_keeps_below_8_mib(shape: tuple[int, int]) -> None:
+def test_o18_a_step_in_the_kernel_takes_less_than_8_mib(shape: tuple[int, int], tmp_path: Path) -> None:
+    counter = tmp_path / "count_memory.so"
+    source = Path(__file__).parent / "count_memory.c"
+    subprocess.run(["gcc", "-O2", "-shared", "-fPIC", "-o", counter, source], check=True, timeout=60)
     program = f"""
-import re, torch, leantune as lt
-def resident(name):
-    return int(re.search(name + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1])
+import ctypes, torch, leantune as lt
+from leantune.optim.row_shard import row_shard
 torch.set_num_threads(2)
+counter = ctypes.CDLL({str(counter)!r})
+counter.count_memory_start.restype = counter.count_memory_peak.restype = ctypes.c_long
 param = torch.nn.Parameter(torch.zeros({shape}, dtype=torch.bfloat16))
 param.grad = torch.full_like(param, 1e-3)
-small = torch.nn.Parameter(torch.zeros(512, 2048))  # enough for both threads to have started
 optimizer = lt.TernaryAdamW([param], lr=1e-3)
-warm = lt.TernaryAdamW([small], lr=1e-3)
-small.grad = torch.ones_like(small)
-warm.step()
-group, state = optimizer.param_groups[0], optimizer.state[param]
-optimizer._allocate(param, group, state, __import__("leantune.optim.row_shard").optim.row_shard.row_shard(param))
-for value in state.values():
-    value.add_(0)
-open("/proc/self/clear_refs", "w").write("5")
-before = resident("VmRSS")
-optimizer.step()
-print(resident("VmHWM") - before)
+optimizer._allocate(param, optimizer.param_groups[0], optimizer.state[param], row_shard(param))
+for _ in range(3):  # the first has a carry to begin, the second keeps the basis it has
+    held = counter.count_memory_start()
+    optimizer.step()
+    print(counter.count_memory_peak() - held)
 """
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    preloaded = os.environ | {"LD_PRELOAD": str(counter)}
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, env=preloaded)
     assert ran.returncode == 0, ran.stderr[-2000:]
-    assert 0 < int(ran.stdout) < 8 * 1024, f"{ran.stdout} KiB"
+    peaks = [int(line) for line in ran.stdout.split()]
+    assert len(peaks) == 3
+    assert all(2**16 < peak < 8 * 2**20 for peak in peaks), f"{peaks} bytes"
 
 
 @built
