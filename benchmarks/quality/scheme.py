@@ -46,9 +46,9 @@ def _bounded(bound: float) -> Build:
     """|n| is at most this."""
 
     def rule(
-        grad: Tensor, momentum: Tensor, variance: Tensor, beta1: float, beta2: float, step: int, eps: float
+        grad: Tensor, momentum: Tensor, variance: Tensor, beta1: float, beta2: float, bias: float, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        normalised, _, variance = normalised_momentum(grad, momentum, variance, beta1, beta2, step, eps)
+        normalised, _, variance = normalised_momentum(grad, momentum, variance, beta1, beta2, bias, eps)
         normalised.clamp_(-bound, bound)
         return normalised, torch.lerp(momentum, normalised, 1 - beta1), variance
 

@@ -19,6 +19,7 @@ from leantune.codec.tiles import BlockGrid, Tile
 from leantune.codec.trits import unpack_trits
 from leantune.errors import StateMismatchError
 from leantune.kernels import native
+from leantune.optim.sampling import sampling
 
 built = pytest.mark.skipif(not native.status().startswith("native"), reason=f"the CPU kernel is {native.status()}")
 SHAPES = [(64, 128), (37, 640), (33, 700), (5, 130), (50, 17), (1, 640), (300, 1), (401, 576)]
@@ -36,9 +37,11 @@ OPTIONS = {
 
 
 def prepared(
-    shape: tuple[int, int], dtype: torch.dtype, steps: int = 3, **options: object
+    shape: tuple[int, int], dtype: torch.dtype, steps: int = 3, next_step: int | None = None, **options: object
 ) -> tuple[torch.nn.Parameter, lt.TernaryAdamW]:
-    """A parameter a few reference steps into training, its gradient set for the next one."""
+    """A parameter a few reference steps into training, its gradient set for the next one.
+
+    ``next_step``: what the next is numbered; every fourth row has its first gradient in it."""
     generator = torch.Generator().manual_seed(7)
     param = torch.nn.Parameter((torch.randn(shape, generator=generator) * 0.02).to(dtype))
     optimizer = lt.TernaryAdamW([param], lr=LR, **options)
@@ -47,7 +50,11 @@ def prepared(
         for step in range(steps + 1):
             param.grad = (torch.randn(shape, generator=generator) * 0.3 + steady).to(dtype)
             if step < steps:
+                if next_step is not None:
+                    param.grad[1::4] = 0
                 optimizer.step()
+    if next_step is not None:
+        optimizer.state[param]["step"].fill_(next_step - 1)
     return param, optimizer
 
 
@@ -88,8 +95,33 @@ def test_the_portable_instructions_equal_the_reference(options, instructions_kep
     check_against_the_reference((37, 700), torch.bfloat16, options)
 
 
-def check_against_the_reference(shape: tuple[int, int], dtype: torch.dtype, options: dict[str, object]) -> None:
-    param, optimizer = prepared(shape, dtype, **options)
+@built
+@pytest.mark.parametrize("next_step", [65, 66, 131, 132, 1001, 1004])
+@pytest.mark.parametrize("options", [{}, {"carry_rank": 0, "momentum_planes": 2}, {"block_size": 64}], ids=str)
+def test_steps_whose_second_moment_is_not_stored_equal_the_reference(options, next_step: int) -> None:
+    """Nor is anything of it then touched, but for the blocks that were empty."""
+    shape = (37, 700)
+    param, optimizer = prepared(shape, torch.bfloat16, next_step=next_step, **options)
+    names = ("variance_trits", "variance_level", "variance_step", "variance_columns")
+    before = {name: optimizer.state[param][name].clone() for name in names}
+    stored = sampling(next_step, 0.999).stored
+    assert stored == (next_step in (66, 132, 1004))
+    check_against_the_reference(shape, torch.bfloat16, options, next_step)
+    _, optimizer = prepared(shape, torch.bfloat16, next_step=next_step, **options)
+    optimizer.step()
+    [after] = optimizer.state.values()
+    assert not before["variance_level"][1::4].any() and after["variance_level"][1::4].all()
+    for name in names:
+        now, then = after[name].clone(), before[name]
+        if name != "variance_columns":
+            now[1::4], then[1::4] = 0, 0
+        assert torch.equal(now, then) != stored, name
+
+
+def check_against_the_reference(
+    shape: tuple[int, int], dtype: torch.dtype, options: dict[str, object], next_step: int | None = None
+) -> None:
+    param, optimizer = prepared(shape, dtype, next_step=next_step, **options)
     start = {name: value.clone() for name, value in tensors(param, optimizer).items()}
     with native.reference_rule():
         optimizer.step()
@@ -249,8 +281,9 @@ def test_sum_rule_in_the_kernel(rank: int) -> None:
         v = torch.zeros(shape)
         if optimizer.state[param]:
             v = grid.join(TernaryState(optimizer.state[param], 128).variance(tile, grid)[0])
-        v = v.mul(0.999).addcmul_(grad, grad, value=0.001).double()
-        total += grad.double() / ((v / (1 - 0.999**number)).sqrt() + 1e-8)
+        _, beta2, bias = sampling(number, 0.999)
+        v = v.mul(beta2).addcmul_(grad, grad, value=1 - beta2).double()
+        total += grad.double() / ((v * bias).sqrt() + 1e-8)
         param.grad = grad
         optimizer.step()
     decoded = grid.join(TernaryState(optimizer.state[param], 128).momentum(tile, grid)).double()

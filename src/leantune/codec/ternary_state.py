@@ -124,13 +124,23 @@ class TernaryState:
         previous_trits: Tensor,
         uniform: Tensor,
         factors: ColumnFactors,
+        only_empty: bool = False,
     ) -> None:
-        """Encode v relative to ``factors``, with stochastic rounding of its trits (``uniform``: fp32 in [0, 1))."""
-        step = self._scalars("variance_step", tile)
+        """Encode v relative to ``factors``, with stochastic rounding of its trits (``uniform``: fp32 in [0, 1)).
+
+        ``only_empty``: blocks that hold something stay as they are.
+        """
+        level, step = self._scalars("variance_level", tile), self._scalars("variance_step", tile)
+        stays = level != 0
+        if only_empty and bool(stays.all()):
+            return
         ratios, live = values * _columns(tile, grid, factors.over), _columns(tile, grid, factors.live)[0]
-        trits, level, new_step = log_ternary.encode(ratios, live, previous_trits, step, uniform)
+        trits, new_level, new_step = log_ternary.encode(ratios, live, previous_trits, step, uniform)
+        if only_empty:
+            trits = torch.where(stays.unsqueeze(2), previous_trits, trits)
+            new_level, new_step = torch.where(stays, level, new_level), torch.where(stays, step, new_step)
         self._write_trits("variance_trits", tile, grid, trits)
-        self._scalars("variance_level", tile).copy_(level)
+        level.copy_(new_level)
         step.copy_(new_step)
 
     def write_columns(self, means: Tensor, carry: tuple[Tensor, Tensor] | None) -> None:

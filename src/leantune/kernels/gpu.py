@@ -111,7 +111,8 @@ class TernaryCall:
         block_size: elements of a block.
         key: of the random bits of this parameter and step.
         first_row: index of row 0 in the whole parameter, where these are the rows of a shard.
-        rule: the fields lr, decay, beta1, beta2, bias, eps, grad_scale as floats, stochastic and refresh as bools.
+        rule: the fields lr, decay, beta1, beta2, bias, eps, grad_scale as floats; stochastic, refresh and sampled as
+            bools.
     """
 
     def __init__(
@@ -169,6 +170,7 @@ class TernaryCall:
         self._written = {
             "rate": rule["lr"] / (1 - beta1),
             "decay": rule["decay"],
+            "sampled": float(rule["sampled"]),
             "beta1": beta1,
             "STOCHASTIC": bool(rule["stochastic"]),
             "REMAINDER": "weight_remainder" in state,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-INTERFACE = 4
+INTERFACE = 5
 """The version of native/ternary.h that this module mirrors."""
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _FOLDER = Path(__file__).parent
@@ -33,7 +33,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("grad_dtype", "weight_dtype", "stochastic", "threads")),
         *((name, ctypes.c_float) for name in ("lr", "decay", "beta1", "rest1", "release", "beta2", "rest2", "bias")),
         *((name, ctypes.c_float) for name in ("eps", "grad_scale")),
-        ("refresh", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("refresh", "sampled")),
         ("grad", ctypes.c_void_p),
         ("weight", ctypes.c_void_p),
         ("remainder", ctypes.c_void_p),
@@ -154,24 +154,17 @@ def _written(weight: Tensor, state: dict[str, Any]) -> list[Tensor]:
     return [weight, *(value for name, value in state.items() if name != "step")]
 
 
-@dataclass(frozen=True)
-class _Update:
+@dataclass(frozen=True, slots=True)
+class _Pending:
     """A whole update and what must live until it has run."""
 
     call: _Call
     read: tuple[Tensor | None, ...]
     written: list[Tensor]
 
-    def run_or_wait(self) -> None:
-        """Run, now or at the end of :class:`deferred`."""
-        if _waiting.updates is None:
-            _run([self])
-        else:
-            _waiting.updates.append(self)
-
 
 class _Waiting(threading.local):
-    updates: list[_Update] | None = None
+    updates: list[_Pending] | None = None
 
 
 _waiting = _Waiting()
@@ -196,56 +189,103 @@ def run_deferred() -> None:
         _run(updates)
 
 
-def _run(updates: list[_Update]) -> None:
+def _run(updates: list[_Pending]) -> None:
     calls = (ctypes.POINTER(_Call) * len(updates))(*(ctypes.pointer(update.call) for update in updates))
     _load()[0].leantune_update(calls, len(updates))
     torch.autograd.graph.increment_version([tensor for update in updates for tensor in update.written])
 
 
-def exact_step(
-    weight: Tensor, grad: Tensor, state: dict[str, Any], block_size: int, key: int, first_row: int = 0, **rule: float
-) -> None:
-    """One step with fp32 states; the arguments are those of :class:`TernaryCall`, but ``block_size`` is the number of
-    elements of a row that share a key of random bits."""
-    call = _call(weight, grad, state, block_size, key, first_row, rule)
-    call.exact_momentum, call.exact_variance = state["momentum"].data_ptr(), state["variance"].data_ptr()
-    _Update(call, (grad,), _written(weight, state)).run_or_wait()
+def _call(weight: Tensor, state: dict[str, Any], block_size: int, first_row: int) -> _Call:
+    """A parameter and its state, ternary or exact, as long as they lie where they are."""
+    call = _Call(rows=weight.shape[0], cols=weight.shape[1], first_row=first_row, block=block_size)
+    call.weight_dtype, call.weight = _DTYPES[weight.dtype], weight.data_ptr()
+    address = {name: value.data_ptr() for name, value in state.items()}
+    call.remainder = address.get("weight_remainder")
+    if "momentum_trits" not in state:
+        call.exact_momentum, call.exact_variance = address["momentum"], address["variance"]
+        return call
+    suffixes = ("", "_2") if "momentum_trits_2" in state else ("",)
+    call.planes = len(suffixes)
+    for plane, suffix in enumerate(suffixes):
+        call.momentum_trits[plane] = address[f"momentum_trits{suffix}"]
+        call.momentum_scale[plane] = address[f"momentum_scale{suffix}"]
+    call.blocks_per_row, call.bytes_per_row = state["variance_level"].shape[1], state["variance_trits"].shape[1]
+    call.variance_trits, call.variance_level = address["variance_trits"], address["variance_level"]
+    call.variance_step, call.column_means = address["variance_step"], address["variance_columns"]
+    if "carry_rows" in state:
+        call.rank, call.carry_rows = state["carry_rows"].shape[1], address["carry_rows"]
+        call.carry_columns, call.carry_basis = address["carry_columns"], address["carry_basis"]
+    return call
 
 
-def _call(
-    weight: Tensor,
-    grad: Tensor,
-    state: dict[str, Any],
-    block_size: int,
-    key: int,
-    first_row: int,
-    rule: dict[str, float],
-) -> _Call:
-    """The fields that do not describe a ternary state."""
-    beta1, beta2 = rule["beta1"], rule["beta2"]
-    return _Call(
-        rows=weight.shape[0],
-        cols=weight.shape[1],
-        first_row=first_row,
-        grad_row=grad.stride(0),
-        grad_column=grad.stride(1),
-        key=key,
-        block=block_size,
-        grad_dtype=_DTYPES[grad.dtype],
-        weight_dtype=_DTYPES[weight.dtype],
-        threads=torch.get_num_threads(),
-        rest1=1 - beta1,
-        release=beta1 / (1 - beta1),
-        rest2=1 - beta2,
-        grad=grad.data_ptr(),
-        weight=weight.data_ptr(),
-        remainder=state["weight_remainder"].data_ptr() if "weight_remainder" in state else None,
-        **rule,
-    )
+def _set_step(call: _Call, grad: Tensor, strides: tuple[int, int], key: int, rule: dict[str, float]) -> None:
+    """What changes from step to step."""
+    call.grad_dtype, call.grad, call.key = _DTYPES[grad.dtype], grad.data_ptr(), key
+    call.grad_row, call.grad_column = strides
+    beta1 = rule["beta1"]
+    call.rest1, call.release, call.rest2 = 1 - beta1, beta1 / (1 - beta1), 1 - rule["beta2"]
+    call.threads = torch.get_num_threads()
+    for name, value in rule.items():
+        setattr(call, name, value)
+
+
+class WholeUpdate:
+    """Everything a step does to a parameter whose rows are all here, or whose states are exact.
+
+    It keeps addresses and no tensors: :meth:`run` may be called again as long as :meth:`fits` says that nothing has
+    moved.
+
+    Args:
+        weight: (rows, cols) view of the parameter, fp32 or bf16, contiguous.
+        state: the parameter's state tensors by name: momentum and variance in fp32, or those of
+            leantune.codec.ternary_state.
+        block_size: elements of a block; where the states are exact, of a row that share a key of random bits.
+        first_row: index of row 0 in the whole parameter, where these are the rows of a shard.
+    """
+
+    def __init__(self, weight: Tensor, state: dict[str, Any], block_size: int, first_row: int = 0) -> None:
+        self._call = _call(weight, state, block_size, first_row)
+        self._place = _place(weight, state)
+
+    def fits(self, param: Tensor, grad: Tensor, state: dict[str, Any]) -> bool:
+        """Whether this is still the update of ``param`` (of any shape, contiguous) for a gradient of this layout."""
+        return (
+            _enabled
+            and self._place == _place(param, state)
+            and param.is_contiguous()
+            and grad.is_contiguous()
+            and grad.dtype in _DTYPES
+            and grad.device.type == "cpu"
+        )
+
+    def run(
+        self, weight: Tensor, grad: Tensor, state: dict[str, Any], key: int, basis: Tensor | None, **rule: float
+    ) -> None:
+        """Run, now or at the end of :class:`deferred`.
+
+        ``grad``: (rows, cols) of any strides, or contiguous of any shape; ``key``: of the random bits of this parameter
+        and step; ``basis``: V of this step, bfloat16 (cols, rank), None without a carry; ``rule``: as for
+        :class:`TernaryCall`.
+        """
+        call = self._call
+        strides = (grad.stride(0), grad.stride(1)) if grad.dim() == 2 else (call.cols, 1)
+        _set_step(call, grad, strides, key, rule)
+        call.basis = None if basis is None else basis.data_ptr()
+        update = _Pending(call, (grad, basis), _written(weight, state))
+        if _waiting.updates is None:
+            _run([update])
+        else:
+            _waiting.updates.append(update)
+
+
+def _place(weight: Tensor, state: dict[str, Any]) -> tuple[Any, ...]:
+    """Where a parameter and its state lie."""
+    return weight.data_ptr(), weight.numel(), weight.dtype, *(value.data_ptr() for value in state.values())
 
 
 class TernaryCall:
-    """One parameter in one step, as the kernel sees it. Every tensor must outlive the calls.
+    """One parameter in one step whose other rows are elsewhere, as the kernel sees it. Every tensor must outlive the
+    calls.
 
     Args:
         weight: (rows, cols) view of the parameter, fp32 or bf16, contiguous.
@@ -254,7 +294,8 @@ class TernaryCall:
         block_size: elements of a block.
         key: of the random bits of this parameter and step.
         first_row: index of row 0 in the whole parameter, where these are the rows of a shard.
-        rule: the fields lr, decay, beta1, beta2, bias, eps, grad_scale as floats, stochastic and refresh as bools.
+        rule: the fields lr, decay, beta1, beta2, bias, eps, grad_scale as floats; stochastic, refresh and sampled as
+            bools.
     """
 
     def __init__(
@@ -268,28 +309,8 @@ class TernaryCall:
         **rule: float,
     ) -> None:
         self._weight, self._grad, self._state = weight, grad, state
-        suffixes = ("", "_2") if "momentum_trits_2" in state else ("",)
-        self._call = call = _call(weight, grad, state, block_size, key, first_row, rule)
-        call.blocks_per_row, call.bytes_per_row = state["variance_level"].shape[1], state["variance_trits"].shape[1]
-        call.planes = len(suffixes)
-        for plane, suffix in enumerate(suffixes):
-            call.momentum_trits[plane] = state[f"momentum_trits{suffix}"].data_ptr()
-            call.momentum_scale[plane] = state[f"momentum_scale{suffix}"].data_ptr()
-        call.variance_trits, call.variance_level = (
-            state["variance_trits"].data_ptr(),
-            state["variance_level"].data_ptr(),
-        )
-        call.variance_step, call.column_means = state["variance_step"].data_ptr(), state["variance_columns"].data_ptr()
-        if "carry_rows" in state:
-            call.rank = state["carry_rows"].shape[1]
-            call.carry_rows, call.carry_columns = state["carry_rows"].data_ptr(), state["carry_columns"].data_ptr()
-            call.carry_basis = state["carry_basis"].data_ptr()
-
-    def update(self, basis: Tensor | None) -> None:
-        """The whole update where all rows are here. ``basis``: V of this step, bfloat16 (cols, rank), None without a
-        carry."""
-        self._call.basis = None if basis is None else basis.data_ptr()
-        _Update(self._call, (self._grad, basis), _written(self._weight, self._state)).run_or_wait()
+        self._call = _call(weight, state, block_size, first_row)
+        _set_step(self._call, grad, (grad.stride(0), grad.stride(1)), key, rule)
 
     def square_sums(self) -> Tensor:
         """Sums over these rows of the squared gradient, fp64 (cols,)."""

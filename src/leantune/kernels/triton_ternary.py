@@ -335,14 +335,15 @@ def step_kernel(
     grad, weight, remainder, momentum_trits, momentum_scale, momentum_trits_2, momentum_scale_2, variance_trits,
     variance_level, variance_step, carry_rows, carry_columns, new_rows, new_columns, times, over,
     rows: tl.int64, cols: tl.int64, grad_row: tl.int64, grad_column: tl.int64, bytes_per_row: tl.int64,
-    blocks_per_row: tl.int64, key: tl.int64, first_row: tl.int64, rate, decay, beta1, rest1, beta2, rest2, bias, eps,
-    grad_scale,
+    blocks_per_row: tl.int64, key: tl.int64, first_row: tl.int64, sampled, rate, decay, beta1, rest1, beta2,
+    rest2, bias, eps, grad_scale,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, PLANES: tl.constexpr, RANK: tl.constexpr, UNIT: tl.constexpr,
     ALIGNED: tl.constexpr, STOCHASTIC: tl.constexpr, REMAINDER: tl.constexpr,
 ):  # fmt: skip
     """Decode, rule, encode, move the weights. Programs: groups of a row first, then rows, ROWS at a time.
 
-    ``rate``: lr / (1 - beta1), by which u - beta1 u_q is lr times the step.
+    ``rate``: lr / (1 - beta1), by which u - beta1 u_q is lr times the step. ``sampled``: 1.0 where v is stored; else
+    0.0, and only blocks are stored that hold nothing yet.
     """
     if ALIGNED:
         cols *= 16
@@ -392,12 +393,18 @@ def step_kernel(
         g = _gradient(grad, row, column, present, grad_row, grad_column, grad_scale, UNIT)
         # Absent elements have a gradient, trits and a carry of 0, so their u is 0.
         u, v = _rule(g, u, v, beta2, rest2, bias, rest1, eps)
-        inverse = _of_columns(over, column, present)
         bits = _random_bits(row_key, block, j)
-        new_x, level_bits, step_bits = _encode_variance(v * inverse, x, old_step.to(tl.float32), bits, inverse > 0.0)
-        x_to += new_x * power
-        tl.store(variance_level + scalar, _as_bf16(level_bits), mask=row_ok)
-        tl.store(variance_step + scalar, _as_bf16(step_bits), mask=row_ok)
+        stored = row_ok & (level.to(tl.float32) <= sampled * 3e38)
+        if tl.max(stored.to(tl.int32), axis=0) != 0:
+            inverse = _of_columns(over, column, present)
+            new_x, level_bits, step_bits = _encode_variance(
+                v * inverse, x, old_step.to(tl.float32), bits, inverse > 0.0
+            )
+            x_to += tl.where(stored[:, None], new_x, x.to(tl.float32)) * power
+            tl.store(variance_level + scalar, _as_bf16(level_bits), mask=stored)
+            tl.store(variance_step + scalar, _as_bf16(step_bits), mask=stored)
+        else:
+            x_to += x.to(tl.float32) * power
         decoded = _carried(new_rows, new_columns, row, row_ok, column, present, cols, RANK)
         new_q, scale_bits, part = _encode_momentum(u - decoded, count)
         q_to += new_q * power

@@ -19,6 +19,7 @@ from leantune.codec.tiles import BlockGrid, Tile, matrix_shape, tiles
 from leantune.codec.trits import TRITS_PER_BYTE
 from leantune.errors import StateMismatchError
 from leantune.optim.row_shard import is_sharded
+from leantune.optim.sampling import stored_share
 
 if TYPE_CHECKING:
     from leantune.optim.ternary_adamw import TernaryAdamW
@@ -135,10 +136,11 @@ def _own_moments(source: dict[str, Any], param: Tensor, group: dict[str, Any]) -
     here = {name: value.to(param.device) for name, value in source.items() if isinstance(value, Tensor)}
     here = by_rows(here, tuple(param.shape))
     state = TernaryState(here, block)
+    share = stored_share(int(source["step"]), float(group["betas"][1]))
 
     def read(tile: Tile) -> tuple[Tensor, Tensor]:
         grid = BlockGrid(tile.cols, block, param.device)
-        variance = grid.join(state.variance(tile, grid)[0])
+        variance = grid.join(state.variance(tile, grid)[0]).div_(share)
         return grid.join(state.momentum(tile, grid)), variance.masked_fill(variance < _NOTHING, 0.0)
 
     return read
@@ -184,7 +186,13 @@ def _recoded(
                 tile.of(made[name].view(rows, cols)).copy_(value)
     elif rows * cols:
         key = stream_key(int(group["seed"]), step, optimizer._position(param))
-        _encode(by_rows(made, tuple(param.shape)), int(group["block_size"]), walk, read, key)
+        share = stored_share(step, float(group["betas"][1]))
+
+        def stored(tile: Tile) -> tuple[Tensor, Tensor]:
+            momentum, variance = read(tile)
+            return momentum, variance * share
+
+        _encode(by_rows(made, tuple(param.shape)), int(group["block_size"]), walk, stored, key)
     return {**made, "step": torch.tensor(step, dtype=torch.int64)}
 
 

@@ -9,7 +9,8 @@ The rule is LaProp (Ziyin et al. 2020: momentum of normalised gradients) with si
     step = (u - beta1 u_q) / (1 - beta1)
     w    = w (1 - lr weight_decay) - lr step
 
-With exact storage u_q = u and step = u: that is ``states="exact"``. Otherwise sum(step) = sum(n) - beta1/(1-beta1) u_q
+v is stored at every fourth step in the long run (leantune/optim/sampling.py). With exact storage u_q = u and step = u:
+that is ``states="exact"``. Otherwise sum(step) = sum(n) - beta1/(1-beta1) u_q
 over any run at constant lr, so quantisation errors never accumulate, whatever the quantiser.
 """
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from leantune.codec.column_factors import ColumnFactors
-from leantune.codec.counter_hash import low_fraction, random_bits, splitmix64
+from leantune.codec.counter_hash import low_fraction, random_bits, splitmix64, stream_key
 from leantune.codec.low_rank import initial_basis, next_basis
 from leantune.codec.ternary_state import REPLICATED, TernaryState, by_rows, tensor_specs
 from leantune.codec.tiles import TILE_ELEMENTS, BlockGrid, Tile, matrix_shape, tiles
@@ -31,8 +32,9 @@ from leantune.kernels import gpu, native
 from leantune.optim.base import LeanOptimizer, check_betas, check_common
 from leantune.optim.conversion import to_own_format, to_torch_adamw
 from leantune.optim.report import StateLayout
-from leantune.optim.row_shard import RowShard
-from leantune.optim.weights import WeightMatrix, master_spec
+from leantune.optim.row_shard import RowShard, is_sharded, row_shard
+from leantune.optim.sampling import Sampling, every_step, sampling
+from leantune.optim.weights import WeightMatrix, bits_block, master_spec, rounds_stochastically
 
 MIN_COLUMNS = 16
 """Matrices with fewer columns keep exact state: block scalars would outweigh the trits."""
@@ -44,12 +46,12 @@ every third 1 to 7 % less (docs/ternary_states.md)."""
 
 
 def normalised_momentum(
-    grad: Tensor, momentum: Tensor, variance: Tensor, beta1: float, beta2: float, step: int, eps: float
+    grad: Tensor, momentum: Tensor, variance: Tensor, beta1: float, beta2: float, bias: float, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """LaProp's pure rule: (n, u, v) from g, u_prev and v_prev, all fp32 and of one shape. ``variance`` is overwritten
-    by v."""
+    """LaProp's pure rule: (n, u, v) from g, u_prev and v_prev, all fp32 and of one shape; ``bias`` = 1 / (1 - beta2^t).
+    ``variance`` is overwritten by v."""
     variance.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    denominator = torch.mul(variance, 1 / (1 - beta2**step)).sqrt_().add_(eps)
+    denominator = torch.mul(variance, bias).sqrt_().add_(eps)
     normalised = torch.div(grad, denominator, out=denominator)
     return normalised, torch.lerp(momentum, normalised, 1 - beta1), variance
 
@@ -109,6 +111,7 @@ class TernaryAdamW(LeanOptimizer):
         master_bits: int | None = None,
         seed: int = 0,
     ) -> None:
+        self._known: dict[Tensor, tuple[list[Any], native.WholeUpdate | None]] = {}
         super().__init__(
             params,
             {
@@ -140,6 +143,30 @@ class TernaryAdamW(LeanOptimizer):
             raise InvalidArgumentError(
                 f"block_size is {block!r}; it must be a multiple of 8 from 16 to 4096 (128 is tested most)."
             )
+
+    def update(
+        self, param: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any], grad_scale: float = 1.0
+    ) -> None:
+        """:meth:`LeanOptimizer.update`; the CPU kernel's call is kept, and run again while nothing has moved."""
+        settings = [group[name] for name in self.structural]
+        known, whole = self._known.get(param, (None, None))
+        # The first step begins with another basis of its carry.
+        if whole is None or known != settings or not state["step"] or not whole.fits(param, grad, state):
+            super().update(param, grad, group, state, grad_scale)
+            self._known[param] = settings, _whole_update(param, grad, group, state)
+            return
+        state["step"] += 1
+        number = int(state["step"])
+        numbers = _Numbers(group, number, grad_scale)
+        key = stream_key(int(group["seed"]), number, self._position(param))
+        basis = state.get("carry_basis")
+        sampled = numbers.every_step if "momentum" in state else numbers.sampling
+        stochastic = rounds_stochastically(param, group["rounding"])
+        whole.run(param, grad, state, key, basis, **numbers.for_kernels(sampled, stochastic))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._known = {}
 
     def _layout(self, param: Tensor, group: dict[str, Any]) -> StateLayout:
         return _layout(tuple(param.shape), param.dtype, *(group[key] for key in self.structural))
@@ -182,18 +209,56 @@ class TernaryAdamW(LeanOptimizer):
             step.exact(weight, grad, state["momentum"].view(grad.shape), state["variance"].view(grad.shape))
 
 
-class _Step:
-    """One step of one parameter: the settings of its group as plain numbers, walked over the tiles."""
+def _whole_update(
+    param: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]
+) -> native.WholeUpdate | None:
+    """The CPU kernel's update of a parameter that is wholly here and has a state; None where something else runs."""
+    if is_sharded(param) or not state or not param.numel():
+        return None
+    matrix = row_shard(param).matrix
+    ternary = "momentum_trits" in state
+    block = int(group["block_size"]) if ternary else bits_block(matrix.shape[1])
+    if not native.takes(matrix, grad, block if ternary else 16):
+        return None
+    return native.WholeUpdate(matrix, by_rows(state, tuple(param.shape)), block)
 
-    def __init__(self, group: dict[str, Any], number: int, grad_scale: float, key: int, shard: RowShard) -> None:
+
+class _Numbers:
+    """The settings of a group in one of its steps, as plain numbers."""
+
+    def __init__(self, group: dict[str, Any], number: int, grad_scale: float) -> None:
         self.lr = float(group["lr"])
         self.decay = 1 - self.lr * float(group["weight_decay"])
         self.beta1, self.beta2 = (float(beta) for beta in group["betas"])
+        self.sampling = sampling(number, self.beta2)
+        self.every_step = every_step(number, self.beta2)
         self.eps = float(group["eps"])
         self.block_size = int(group["block_size"])
         self.number = number
         self.refresh = (number - 1) % REFRESH_EVERY == 0
         self.grad_scale = grad_scale
+
+    def for_kernels(self, sampling: Sampling, stochastic: bool) -> dict[str, Any]:
+        """The rule's numbers, as kernels take them."""
+        return {
+            "lr": self.lr,
+            "decay": self.decay,
+            "beta1": self.beta1,
+            "beta2": sampling.beta2,
+            "bias": sampling.bias,
+            "eps": self.eps,
+            "grad_scale": self.grad_scale,
+            "stochastic": stochastic,
+            "refresh": self.refresh,
+            "sampled": sampling.stored,
+        }
+
+
+class _Step(_Numbers):
+    """One step of one parameter, walked over the tiles."""
+
+    def __init__(self, group: dict[str, Any], number: int, grad_scale: float, key: int, shard: RowShard) -> None:
+        super().__init__(group, number, grad_scale)
         self.key = key
         self.shard = shard
 
@@ -202,20 +267,21 @@ class _Step:
         rows, cols = grad.shape
         for tile in tiles(rows, cols, column_unit=self.block_size):
             g = self._gradient(grad, tile)
-            _, u, v = self._rule(g, tile.of(momentum), tile.of(variance).clone())
+            _, u, v = self._rule(g, tile.of(momentum), tile.of(variance).clone(), self.every_step)
             tile.of(momentum).copy_(u)
             tile.of(variance).copy_(v)
             self._move(weight, tile, u, None)
 
     def exact_compiled(self, weight: WeightMatrix, grad: Tensor, tensors: dict[str, Any]) -> None:
         """The same as :meth:`exact`, in the CPU kernel."""
-        native.exact_step(weight.matrix, grad, tensors, weight.block_size, *self._place, **self._settings(weight))
+        whole = native.WholeUpdate(weight.matrix, tensors, weight.block_size, self.shard.first_row)
+        whole.run(weight.matrix, grad, tensors, self.key, None, **self.for_kernels(self.every_step, weight.stochastic))
 
     def ternary(self, weight: WeightMatrix, grad: Tensor, state: TernaryState) -> None:
         """A tile at a time: decode it, apply the rule, encode it, move the weights."""
         walk = list(tiles(grad.shape[0], grad.shape[1], column_unit=TRITS_PER_BYTE * self.block_size))
         grids = {cols: BlockGrid(cols, self.block_size, grad.device) for cols in {tile.cols for tile in walk}}
-        means = self._column_means(state, self._square_sums(grad, walk))
+        means = self._column_means(state, lambda: self._square_sums(grad, walk))
         factors = ColumnFactors(means)
         basis, projector = self._bases(state, factors.live)
         products = None
@@ -226,8 +292,8 @@ class _Step:
             top, first = self.shard.first_row + tile.top, tile.left // self.block_size
             bits = random_bits(self.key, top, tile.rows, first, grid.blocks, self.block_size, grad.device)
             v, x = state.variance(tile, grid)
-            _, u, v = self._rule(grid.split(self._gradient(grad, tile)), state.momentum(tile, grid), v)
-            state.write_variance(tile, grid, v, x, low_fraction(bits), factors)
+            _, u, v = self._rule(grid.split(self._gradient(grad, tile)), state.momentum(tile, grid), v, self.sampling)
+            state.write_variance(tile, grid, v, x, low_fraction(bits), factors, only_empty=not self.sampling.stored)
             carry = None
             if projector is not None:
                 projected = grid.join(u) @ projector.float()
@@ -248,32 +314,16 @@ class _Step:
     ) -> None:
         """The same as :meth:`ternary`, in the kernel of this device, which takes the state's ``tensors`` as they
         are."""
-        call = kernel(weight.matrix, grad, tensors, self.block_size, *self._place, **self._settings(weight))
-        if isinstance(call, native.TernaryCall) and not self.shard.groups:
-            call.update(self._basis(state))
+        block, rule = self.block_size, self.for_kernels(self.sampling, weight.stochastic)
+        if kernel is native.TernaryCall and not self.shard.groups:
+            whole = native.WholeUpdate(weight.matrix, tensors, block)
+            whole.run(weight.matrix, grad, tensors, self.key, self._basis(state), **rule)
             return
-        means = self._column_means(state, call.square_sums())
+        call = kernel(weight.matrix, grad, tensors, block, self.key, self.shard.first_row, **rule)
+        means = self._column_means(state, call.square_sums)
         basis, projector = self._bases(state, (means > 0).float())
         products = call.step(means, projector)
         state.write_columns(means, self._carry_columns(basis, projector, products, call.next_basis))
-
-    @property
-    def _place(self) -> tuple[int, int]:
-        return self.key, self.shard.first_row
-
-    def _settings(self, weight: WeightMatrix) -> dict[str, Any]:
-        """The rule's numbers, as kernels take them."""
-        return {
-            "lr": self.lr,
-            "decay": self.decay,
-            "beta1": self.beta1,
-            "beta2": self.beta2,
-            "bias": 1 / (1 - self.beta2**self.number),
-            "eps": self.eps,
-            "grad_scale": self.grad_scale,
-            "stochastic": weight.stochastic,
-            "refresh": self.refresh,
-        }
 
     def _square_sums(self, grad: Tensor, walk: list[Tile]) -> Tensor:
         """Sums of g^2 over the rows that are here, fp64 (cols,)."""
@@ -282,11 +332,14 @@ class _Step:
             sums[tile.left : tile.right] += self._gradient(grad, tile).square().sum(dim=0, dtype=torch.float64)
         return sums
 
-    def _column_means(self, state: TernaryState, square_sums: Tensor) -> Tensor:
-        """c = beta2 c + (1 - beta2) mean over all rows of g^2, fp32 (cols,). In fp64, sums over rows come out the same
-        however the rows are shared out; no two operations are fused, so that every kernel gets these bits."""
-        mean = self.shard.total(square_sums).div_(self.shard.all_rows).float()
-        return mean.sub_(state.column_means).mul_(1 - self.beta2).add_(state.column_means)
+    def _column_means(self, state: TernaryState, square_sums: Callable[[], Tensor]) -> Tensor:
+        """c = beta2 c + (1 - beta2) mean over all rows of g^2, fp32 (cols,), where v is stored; else c. In fp64, sums
+        over rows come out the same however the rows are shared out; no two operations are fused, so that every kernel
+        gets these bits."""
+        if not self.sampling.stored:
+            return state.column_means
+        mean = self.shard.total(square_sums()).div_(self.shard.all_rows).float()
+        return mean.sub_(state.column_means).mul_(1 - self.sampling.beta2).add_(state.column_means)
 
     def _basis(self, state: TernaryState) -> Tensor | None:
         """V for this step, bfloat16 (cols, rank), or None without a carry."""
@@ -317,8 +370,10 @@ class _Step:
     def _gradient(self, grad: Tensor, tile: Tile) -> Tensor:
         return tile.of(grad).float() if self.grad_scale == 1.0 else tile.of(grad).float() * self.grad_scale
 
-    def _rule(self, grad: Tensor, momentum: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return normalised_momentum(grad, momentum, variance, self.beta1, self.beta2, self.number, self.eps)
+    def _rule(
+        self, grad: Tensor, momentum: Tensor, variance: Tensor, sampling: Sampling
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return normalised_momentum(grad, momentum, variance, self.beta1, sampling.beta2, sampling.bias, self.eps)
 
     def _move(self, weight: WeightMatrix, tile: Tile, step: Tensor, bits: Tensor | None) -> None:
         values = weight.read(tile)

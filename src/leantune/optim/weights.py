@@ -21,8 +21,8 @@ class WeightMatrix:
         self.first_row = shard.first_row
         self._remainder = remainder
         self._key = key
-        self.block_size = min(128, self.matrix.shape[1])  # elements that share a key of random bits
-        self.stochastic = self.matrix.dtype is not torch.float32 and rounding != "nearest"
+        self.block_size = bits_block(self.matrix.shape[1])
+        self.stochastic = rounds_stochastically(self.matrix, rounding)
 
     def read(self, tile: Tile) -> Tensor:
         """fp32 (rows, cols) copy of the tile."""
@@ -62,6 +62,16 @@ class WeightMatrix:
             drawn = random_bits(self._key, top, tile.rows, first, blocks, self.block_size, self.matrix.device)
             bits = drawn.view(tile.rows, -1)[:, : tile.cols]
         return high_half(bits)
+
+
+def bits_block(cols: int) -> int:
+    """Elements of a row that share a key of random bits, where no state's blocks say it."""
+    return min(128, cols)
+
+
+def rounds_stochastically(weight: Tensor, rounding: str | None) -> bool:
+    """Whether weights of this dtype are rounded stochastically: a group's None means below 32 bits."""
+    return weight.dtype is not torch.float32 and rounding != "nearest"
 
 
 def master_spec(

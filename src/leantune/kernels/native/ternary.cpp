@@ -203,7 +203,9 @@ static void new_means(const LeantuneTernary *t, const double *sums, float *means
 
 static void update_ternary(LeantuneTernary t) {
     std::vector<float> means((size_t)t.cols);
-    {
+    if (!t.sampled) {
+        std::memcpy(means.data(), t.column_means, sizeof(float) * (size_t)t.cols);
+    } else {
         std::vector<double> sums((size_t)t.cols);
         leantune_ternary_squares(&t, sums.data());
         new_means(&t, sums.data(), means.data());

@@ -2,7 +2,7 @@
 #pragma once
 #include <stdint.h>
 
-#define LEANTUNE_INTERFACE 4
+#define LEANTUNE_INTERFACE 5
 
 enum { LEANTUNE_FLOAT32 = 0, LEANTUNE_BFLOAT16 = 1 };
 
@@ -19,6 +19,7 @@ typedef struct {
     float beta2, rest2, bias;    /* bias = 1 / (1 - beta2^t) */
     float eps, grad_scale;
     int32_t refresh; /* whether V is worked out anew; without it V stays, and Y is not summed */
+    int32_t sampled; /* whether v and c are stored anew; without it they stay, but for blocks that hold nothing yet */
     const void *grad;
     void *weight;
     int8_t *remainder; /* of master_bits = 24, or null */

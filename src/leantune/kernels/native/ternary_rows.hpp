@@ -276,9 +276,9 @@ struct Block {
     float *u, *ratio;
 };
 
-// A block's v and u of this step from what is stored and the gradient: u is left in `u`, v / f in `ratio`; returns the
-// sum of the latter.
-template <Carry CARRY, class Element>
+// A block's v and u of this step from what is stored and the gradient: u is left in `u` and, where v will be coded, v / f
+// in `ratio`; returns the sum of the latter.
+template <Carry CARRY, bool CODE, class Element>
 static float rule(const LeantuneTernary *t, const Element *grad, const Block &block, int64_t wide, int size) {
     const Block x = block;  // the compiler must not think that storing changes it
     const Table old_u(x.tables), old_v(x.tables + 4);
@@ -303,23 +303,30 @@ static float rule(const LeantuneTernary *t, const Element *grad, const Block &bl
             }
             if (CARRY == READY) before += load(x.u + at);
             store(x.u + at, fma(g / fma(root(v), bias, eps), rest1, before));
-            const Floats relative = v * load(x.over + at);
-            store(x.ratio + at, relative);
-            sum.part[p] += relative;
+            if (CODE) {
+                const Floats relative = v * load(x.over + at);
+                store(x.ratio + at, relative);
+                sum.part[p] += relative;
+            }
         }
-    return total(sum);
+    return CODE ? total(sum) : 0.0f;
 }
 
-template <Carry CARRY>
+template <Carry CARRY, bool CODE>
 static float rule(const LeantuneTernary *t, int64_t offset, int present, const Block &block, int64_t wide, float *work) {
     const int used = (present + 15) / 16 * 16;
     if (t->grad_column == 1 && present == used) {
-        if (t->grad_dtype == LEANTUNE_FLOAT32) return rule<CARRY>(t, (const float *)t->grad + offset, block, wide, used);
-        return rule<CARRY>(t, (const uint16_t *)t->grad + offset, block, wide, used);
+        if (t->grad_dtype == LEANTUNE_FLOAT32) return rule<CARRY, CODE>(t, (const float *)t->grad + offset, block, wide, used);
+        return rule<CARRY, CODE>(t, (const uint16_t *)t->grad + offset, block, wide, used);
     }
     read_row(t->grad, t->grad_dtype, offset, t->grad_column, present, work);
     fill(work, 0.0f, present, used);
-    return rule<CARRY>(t, (const float *)work, block, wide, used);
+    return rule<CARRY, CODE>(t, (const float *)work, block, wide, used);
+}
+
+template <Carry CARRY>
+static float rule(const LeantuneTernary *t, bool code, int64_t offset, int present, const Block &block, int64_t wide, float *work) {
+    return (code ? rule<CARRY, true> : rule<CARRY, false>)(t, offset, present, block, wide, work);
 }
 
 // -- the second moment's encoding -------------------------------------------------------------------------------------
@@ -431,15 +438,19 @@ static void raise_levels(LogBlocks &x) {
     }
 }
 
-// Encode v / f of a group: trits into `digits`, levels and steps into the state.
+// Encode v / f of a group, where it is to be coded: trits into the state by way of `digits`, levels and steps.
 static void encode_variance(const LeantuneTernary *t, const Columns &columns, const Group &g, int64_t row, const float *ratio,
                             const uint8_t *old, const float *sums, float *offset, const uint32_t *words, uint8_t *digits) {
     const int32_t *live = columns.live + g.left;
     const float *count = columns.count + g.block;
     uint16_t *level = t->variance_level + row * t->blocks_per_row + g.block, *step = t->variance_step + row * t->blocks_per_row + g.block;
+    bool code[5], any = false;
+    for (int b = 0; b < g.blocks; b++) any |= code[b] = t->sampled || !level[b];
+    if (!any) return;
     LogBlocks blocks = {};
     for (int b = 0; b < LANES; b++) blocks.count[b] = 1.0f;
     for (int b = 0; b < g.blocks; b++) {
+        if (!code[b]) continue;
         const int at = b * t->block;
         blocks.sum[b] = sums[b];
         blocks.count[b] = count[b];
@@ -456,15 +467,21 @@ static void encode_variance(const LeantuneTernary *t, const Columns &columns, co
     choose_levels(blocks);
     for (int b = 0; b < g.blocks; b++) {
         const int at = b * t->block;
+        if (!code[b]) {
+            std::memcpy(digits + at, old + at, (size_t)g.used[b]);
+            continue;
+        }
         round_trits(blocks, b, offset + at, ratio + at, words + at / 2, digits + at, g.used[b]);
         if (count[b] < (float)g.used[b])
             for (int i = at; i < at + g.used[b]; i++) digits[i] = live[i] ? digits[i] : 1;
     }
     raise_levels(blocks);
     for (int b = 0; b < g.blocks; b++) {
+        if (!code[b]) continue;
         level[b] = (uint16_t)blocks.level[b];
         step[b] = (uint16_t)blocks.step[b];
     }
+    pack(digits, g.n, t->variance_trits + row * t->bytes_per_row + g.bytes);
 }
 
 // -- the momentum's encoding ------------------------------------------------------------------------------------------
@@ -646,14 +663,15 @@ static void decode_block(const LeantuneTernary *t, const Columns &columns, const
     const Block block = {panel.momentum[0] + r * panel.digits + inside, panel.old_trits + r * panel.wide_digits + column, panel.tables + 40 * r + 8 * b,
                          panel.before + r * t->rank, columns.carried + column, columns.times + column, columns.over + column,
                          panel.u + at, panel.ratio + at};
+    const bool code = t->sampled || !t->variance_level[row * t->blocks_per_row + g.block + b];
     float *sum = panel.sums + r * t->blocks_per_row + g.block + b;
     if (!t->rank) {
-        *sum = rule<NONE>(t, offset, g.present[b], block, columns.wide, panel.work);
+        *sum = rule<NONE>(t, code, offset, g.present[b], block, columns.wide, panel.work);
     } else if (t->rank == 4) {
-        *sum = rule<FOUR>(t, offset, g.present[b], block, columns.wide, panel.work);
+        *sum = rule<FOUR>(t, code, offset, g.present[b], block, columns.wide, panel.work);
     } else {
         start_from_carry(block.carried, columns.wide, block.before, t->rank, block.u, g.used[b]);
-        *sum = rule<READY>(t, offset, g.present[b], block, columns.wide, panel.work);
+        *sum = rule<READY>(t, code, offset, g.present[b], block, columns.wide, panel.work);
     }
     if (t->planes == 2)
         add_plane(panel.momentum[1] + r * panel.digits + inside,
@@ -732,7 +750,6 @@ static void encode_group(const LeantuneTernary *t, const Columns &columns, const
     for (int b = 0; b < g.blocks; b++) random_words(seed_of(key, g.block + b), g.used[b], panel.words + b * t->block / 2);
     encode_variance(t, columns, g, row, panel.ratio + at, panel.old_trits + r * panel.wide_digits + g.left, panel.sums + r * t->blocks_per_row + g.block, panel.offset,
                     panel.words, panel.trits);
-    pack(panel.trits, g.n, t->variance_trits + bytes);
     const float *u = panel.u + at, *residual = t->rank ? panel.residual + r * panel.group : u;
     if (!t->rank) block_squares(t, g, u, squares);
     encode_momentum(t, g, row, 0, residual, squares, panel.trits, scales);
