@@ -150,13 +150,13 @@ class TernaryAdamW(LeanOptimizer):
         """:meth:`LeanOptimizer.update`; the CPU kernel's call is kept, and run again while nothing has moved."""
         settings = [group[name] for name in self.structural]
         known, whole = self._known.get(param, (None, None))
+        number = int(state["step"]) + 1 if state else 1
         # The first step begins with another basis of its carry.
-        if whole is None or known != settings or not state["step"] or not whole.fits(param, grad, state):
+        if whole is None or known != settings or number == 1 or not whole.fits(param, grad, state):
             super().update(param, grad, group, state, grad_scale)
             self._known[param] = settings, _whole_update(param, grad, group, state)
             return
         state["step"] += 1
-        number = int(state["step"])
         numbers = _Numbers(group, number, grad_scale)
         key = stream_key(int(group["seed"]), number, self._position(param))
         basis = state.get("carry_basis")
