@@ -162,6 +162,13 @@ class FusedBackward:
             # Out of memory, an interrupt: not from a gradient. What has moved must not pass for a whole step.
             self._failed = self._failed or f"{type(error).__name__} outside of the hooks"
             self._forgive_if_nothing_moved()
+            if "donated buffers" in str(error):
+                raise BackwardError(
+                    "a compiled part of the model gives its saved tensors away in its first backward, and this mode "
+                    "runs two over one forward; nothing has been updated. Set torch._functorch.config.donated_buffer "
+                    "= False before the model first runs (after that, torch._dynamo.reset() has it compiled again), or "
+                    "take clip='per_tensor' without a loss scale."
+                ) from error
             raise
         finally:
             self._phase = "idle"
