@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 import sys
 import warnings
 from collections.abc import Iterator
@@ -97,12 +98,12 @@ def _ordinary_step(value: Tensor, model: nn.Module, optimizer: LeanOptimizer, cl
     optimizer.zero_grad()
     value.backward()
     params = [p for p in model.parameters() if p.grad is not None]
-    norm = combined_norm(squared_norm(p.grad) for p in params)
+    norm = combined_norm(squared_norm(p.grad).item() for p in params)
     for param in params:
         if clip == "global":
             param.grad.mul_(clip_factor(norm, bound))
         elif clip == "per_tensor":
-            param.grad.mul_(clip_factor(squared_norm(param.grad).sqrt().item(), bound))
+            param.grad.mul_(clip_factor(math.sqrt(squared_norm(param.grad).item()), bound))
     optimizer.step()
     return norm
 

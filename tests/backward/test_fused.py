@@ -1,6 +1,7 @@
 """FusedBackward equals the ordinary step, holds one gradient at a time, and refuses what would go wrong in silence."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -52,12 +53,12 @@ def loss_of(model: nn.Module, number: int) -> Tensor:
 
 def clip_ordinary(params: list[nn.Parameter], clip: str, bound: float) -> float:
     """Clip living gradients; the global norm before that."""
-    norm = combined_norm(squared_norm(p.grad) for p in params)
+    norm = combined_norm(squared_norm(p.grad).item() for p in params)
     for param in params:
         if clip == "global":
             param.grad.mul_(clip_factor(norm, bound))
         elif clip == "per_tensor":
-            param.grad.mul_(clip_factor(squared_norm(param.grad).sqrt().item(), bound))
+            param.grad.mul_(clip_factor(math.sqrt(squared_norm(param.grad).item()), bound))
     return norm
 
 

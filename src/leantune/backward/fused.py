@@ -92,7 +92,7 @@ class FusedBackward:
         whole = [param for param in self._targets if not is_sharded(param)]
         group = replicas(model, process_group) if whole else None
         self._reducer = None if group is None else Reducer(whole, group)
-        self._squares: dict[Tensor, Tensor] = {}
+        self._squares: dict[Tensor, float] = {}
         self._moved: list[str] = []
         self._closed: set[int] = set()
         self._phase = "idle"
@@ -280,7 +280,7 @@ class FusedBackward:
             for param, averaged in self._reducer.finish():
                 self._take(param, averaged, self._targets[param])
 
-    def _square(self, param: Tensor, grad: Tensor, target: Target) -> Tensor:
+    def _square(self, param: Tensor, grad: Tensor, target: Target) -> float:
         """The squared norm of a gradient, which must be finite, unless a loss scale will see to it."""
         if self.loss_scale is not None:
             return whole_squared_norm(param, grad)
@@ -322,7 +322,7 @@ class FusedBackward:
         """The update of one parameter, whole."""
         factor = self._factor
         if self.clip == "per_tensor":
-            factor = clip_factor(self._squares[param].sqrt().item() / self._scale, self.max_grad_norm)
+            factor = clip_factor(math.sqrt(self._squares[param]) / self._scale, self.max_grad_norm)
         optimizer = target.optimizer
         group = optimizer.param_groups[target.group]
         optimizer.update(param, grad, group, optimizer.state[param], factor / self._scale)

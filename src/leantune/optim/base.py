@@ -164,20 +164,19 @@ class LeanOptimizer(torch.optim.Optimizer):
             if norm is None or not math.isfinite(norm):
                 self.check_gradient(param, param.grad, index, place)
 
-    def check_gradient(self, param: Tensor, grad: Tensor, group_index: int, place: int) -> Tensor:
-        """Refuse a gradient that cannot be applied; returns its squared norm, fp32 of no dimensions."""
-        name = self.name_of(group_index, place)
+    def check_gradient(self, param: Tensor, grad: Tensor, group_index: int, place: int) -> float:
+        """Refuse a gradient that cannot be applied; returns its squared norm."""
         if grad.layout != torch.strided:
             raise InvalidTypeError(
-                f"{name} has a sparse gradient ({grad.layout}), which {type(self).__name__} does not take. "
-                "Build the embedding with sparse=False."
+                f"{self.name_of(group_index, place)} has a sparse gradient ({grad.layout}), which "
+                f"{type(self).__name__} does not take. Build the embedding with sparse=False."
             )
         norm = whole_squared_norm(param, grad)
-        if not math.isfinite(norm.item()):
+        if not math.isfinite(norm):
             raise NonFiniteError(
-                f"the gradient of {name} holds NaN or Inf (or its squares overflow float32). Nothing has been updated "
-                "in this step. Look at the loss and the learning rate; zero_grad() and go on with the next batch, or "
-                "stop."
+                f"the gradient of {self.name_of(group_index, place)} holds NaN or Inf (or its squares overflow "
+                "float32). Nothing has been updated in this step. Look at the loss and the learning rate; zero_grad() "
+                "and go on with the next batch, or stop."
             )
         return norm
 

@@ -27,10 +27,12 @@ def squared_norm(grad: Tensor) -> Tensor:
     return torch.stack(parts).sum()
 
 
-def whole_squared_norm(param: Tensor, grad: Tensor) -> Tensor:
+def whole_squared_norm(param: Tensor, grad: Tensor) -> float:
     """:func:`squared_norm` of a parameter's whole gradient, wherever its rows lie: the same on every process."""
-    norm = squared_norm(local(grad))
-    return row_shard(param).total(norm) if is_sharded(param) else norm
+    if is_sharded(param):
+        return float(row_shard(param).total(squared_norm(local(grad))).item())
+    in_kernel = native.squared_norms([grad])[0]
+    return squared_norm(grad).item() if in_kernel is None else in_kernel
 
 
 def _chunk_norm(chunk: Tensor) -> Tensor:
