@@ -11,6 +11,7 @@ import leantune as lt
 from leantune.codec import column_factors, log_ternary, ternary
 from leantune.kernels import native
 from leantune.optim import ternary_adamw
+from leantune.optim.sampling import every_step
 from leantune.optim.ternary_adamw import normalised_momentum
 from quality.methods import BETAS, WEIGHT_DECAY, Build
 
@@ -95,6 +96,8 @@ SCHEME_ARMS: dict[str, Build] = {
     "log-step-ratio": _with(log_ternary, "_next_step", _ratio_of_spreads),
     "log-step-.5": _with(log_ternary, "_next_step", _fixed_step),
     "new-V-every-step": _with(ternary_adamw, "REFRESH_EVERY", 1),
+    "store-v-every-step": _with(ternary_adamw, "sampling", every_step),
 }
 """Momentum's threshold in units of the block's root mean square; the share of what storing drops that a step releases;
-a bound on |n|; v without column factors, without trits; other rules for its log-step; V worked out every step."""
+a bound on |n|; v without column factors, without trits; other rules for its log-step; V worked out, v
+stored every step."""
