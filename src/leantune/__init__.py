@@ -18,6 +18,7 @@ _HOMES = {
     "LossScale": "leantune.backward.scaling",
     "apply_velora": "leantune.activations.velora.apply",
     "linear_cross_entropy": "leantune.activations.loss",
+    "attach": "leantune.training.attach",
 }
 
 __all__ = ["__version__", *_HOMES]

@@ -90,6 +90,7 @@ class FusedBackward:
         self._scale = 1.0  # of the loss in this step
         self._targets = collect(self.optimizers, model)
         whole = [param for param in self._targets if not is_sharded(param)]
+        self._wrapped = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
         group = replicas(model, process_group) if whole else None
         self._reducer = None if group is None else Reducer(whole, group)
         self._squares: dict[Tensor, float] = {}
@@ -144,7 +145,7 @@ class FusedBackward:
                 self._gathered, self._graph_task = self._gathered + 1, None
                 if last:
                     self._apply_sums()
-            elif self.clip == "global" or self.loss_scale is not None:
+            elif self.two_passes:
                 self._phase = "measure"
                 scaled.backward(retain_graph=True)
                 self._finish_reduction()
@@ -173,8 +174,20 @@ class FusedBackward:
         finally:
             self._phase = "idle"
 
+    @property
+    def two_passes(self) -> bool:
+        """Whether a step without micro-batches runs two backwards over one forward."""
+        return self.clip == "global" or self.loss_scale is not None
+
+    def reached(self, param: Tensor) -> bool:
+        """Whether ``param`` got a gradient in the step that waits for ``step()``, on any process."""
+        return param in self._squares
+
     def remove(self) -> None:
-        """Take every hook off; the optimizers' ``step()`` is the ordinary one again."""
+        """Take every hook off; the optimizers' ``step()`` is the ordinary one again, and so is
+        DistributedDataParallel's reduction."""
+        if self._wrapped is not None:
+            self._wrapped.require_backward_grad_sync = True
         for target in self._targets.values():
             target.handle.remove()
         for one in self.optimizers:
@@ -357,7 +370,7 @@ class FusedBackward:
 
     def _check_phase(self, name: str) -> None:
         apart = self._reducer is not None
-        if self._phase == "idle" and (self.clip == "global" or self.loss_scale is not None or self._gathered or apart):
+        if self._phase == "idle" and (self.two_passes or self._gathered or apart):
             needs = "clip='global'" if self.clip == "global" else "a process group" if apart else "a loss scale"
             raise BackwardError(
                 f"{needs if not self._gathered else 'accumulation'} needs fused.backward(loss), and this was "

@@ -102,8 +102,8 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     finally:
         probe.stop()
         bar.stop()
-        if trainer.fused is not None:
-            trainer.fused.remove()
+        if trainer.attached is not None:
+            trainer.attached.remove()
     seconds = time.perf_counter() - start - probe.seconds
     after = trainer.held_out_loss()
     trainer.save_whole(output)

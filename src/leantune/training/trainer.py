@@ -13,10 +13,11 @@ from trl import SFTTrainer
 
 from leantune.activations.loss import linear_cross_entropy, shift_labels
 from leantune.activations.velora.apply import VeloraHandle
-from leantune.backward.fused import FusedBackward
-from leantune.errors import BackwardError, ConfigError, NonFiniteError
+from leantune.errors import ConfigError, NonFiniteError
+from leantune.training.attach import attach
 from leantune.training.checkpoints import VELORA_FILE, checkpoints, remove_whole
 from leantune.training.config import TrainConfig
+from leantune.training.first_step import check_all_reached
 
 _UNUSED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "labels")
 
@@ -29,11 +30,12 @@ class LeanTrainer(SFTTrainer):
         super().__init__(**arguments)
         self.lean = lean
         self.velora = velora
-        self.fused: FusedBackward | None = None
         self.model_accepts_loss_kwargs = True  # compute_loss divides by the tokens of the whole step
         self.tokens_seen = 0
-        self._reached: set[str] | None = (
-            None  # names of parameters that got a gradient; None once that has been checked
+        self._first_step_done = False
+        bound = None if lean.clip_mode == "none" else lean.max_grad_norm
+        self.attached = (
+            attach(self, clip=lean.clip_mode, max_grad_norm=bound, accumulate=lean.accumulate) if lean.fused else None
         )
 
     def _send_telemetry(self) -> None:
@@ -55,50 +57,17 @@ class LeanTrainer(SFTTrainer):
                 f"training stops before backward, nothing was updated in this step. {self._last_good()} Lower the "
                 "learning rate, or look at the rows of this batch."
             )
-        hooks = self._watch_gradients()
-        if self.lean.fused:
-            self._fused_backward().backward(loss, last=self.accelerator.sync_gradients)
-        else:
-            self.accelerator.backward(loss)
-        for hook in hooks:
-            hook.remove()
+        self.accelerator.backward(loss)
         return loss.detach()
 
-    def _watch_gradients(self) -> list[Any]:
-        """Hooks for the first step of a run that note which parameters got a gradient; none later."""
-        if self.first_step_done:
-            return []
-        self._reached = reached = self._reached or set()
-
-        def note(name: str) -> Any:
-            return lambda gradient: reached.add(name)
-
-        model: Any = self.model
-        return [param.register_hook(note(name)) for name, param in model.named_parameters() if param.requires_grad]
-
-    first_step_done = False
-
-    def _check_reached(self) -> None:
-        """After the first step's backward: a trainable parameter without a gradient would silently stay as it is."""
-        if self.first_step_done:
-            return
-        self.first_step_done = True
-        reached, self._reached = self._reached or set(), None
-        model: Any = self.model
-        missed = [n for n, param in model.named_parameters() if param.requires_grad and n not in reached]
-        if missed:
-            raise BackwardError(
-                f"{len(missed)} trainable parameter(s) got no gradient in the first step "
-                f"({', '.join(missed[:3])}{', ...' if len(missed) > 3 else ''}): they would never be trained. Freeze "
-                "them (requires_grad_(False)) if that is meant; otherwise look for a detach(), an unused module, or "
-                "checkpointing below frozen embeddings."
-            )
-
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """The true norm before clipping; a norm that is not finite stops the run before any optimizer steps."""
-        self._check_reached()
-        if self.fused is not None:
-            return None  # log() adds it: it is complete when step() has closed the step
+        """Under an ordinary backward: every parameter must have a gradient in the first step, and a norm that is not
+        finite stops the run before any optimizer steps."""
+        if self.attached is not None:
+            return None  # the norm is complete, and logged, once step() has closed the step
+        if not self._first_step_done:
+            check_all_reached(model, lambda param: param.grad is not None)
+            self._first_step_done = True
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if norm is not None and self.accelerator.scaler is None and not math.isfinite(float(norm)):
             raise NonFiniteError(
@@ -140,28 +109,6 @@ class LeanTrainer(SFTTrainer):
                 logits.flatten(0, -2), labels.flatten(), ignore_index=-100, reduction="sum"
             )
         return total, (labels != -100).sum().clamp(min=1)
-
-    def _fused_backward(self) -> FusedBackward:
-        """Built at the first step: accelerate has prepared model and optimizer by then."""
-        if self.fused is None:
-            optimizer: Any = self.optimizer
-            optimizer = getattr(optimizer, "optimizer", optimizer)
-            bound = self.lean.max_grad_norm if self.lean.clip_mode != "none" else None
-            model = self.accelerator.unwrap_model(self.model)
-            self.fused = FusedBackward(
-                optimizer,
-                model=model,
-                clip=self.lean.clip_mode,
-                max_grad_norm=bound,
-                accumulate=self.lean.accumulate,
-            )
-        return self.fused
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the true gradient norm, which transformers cannot know once gradients are gone."""
-        if self.fused is not None and self.fused.grad_norm is not None and "loss" in logs:
-            logs["grad_norm"] = self.fused.grad_norm
-        super().log(logs, start_time)
 
     # -- held-out loss ----------------------------------------------------------------------------------------------
 
