@@ -26,22 +26,19 @@ RULES = {
 
 
 class Model(nn.Module):
-    """Embedding, two checkpointable blocks, a head that may be tied."""
+    """Embedding, two blocks, a head."""
 
-    def __init__(self, tied: bool = False, checkpointed: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(50, 64)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 64)) for _ in range(2))
         self.head = nn.Linear(64, 50, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
-        self.checkpointed = checkpointed
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
         for block in self.blocks:
-            x = x + (checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x))
+            x = x + block(x)
         return self.head(x)
 
 
@@ -72,13 +69,12 @@ def ordinary_step(model: nn.Module, optimizer: torch.optim.Optimizer, clip: str,
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("clip", ["per_tensor", "global", "none"])
-@pytest.mark.parametrize("kind", ["plain", "tied", "frozen", "checkpointed"])
-def test_g1_g5_g6_g10_fused_equals_the_ordinary_step_bit_for_bit(rule: str, clip: str, kind: str) -> None:
+def test_g1_g5_g10_fused_equals_the_ordinary_step_bit_for_bit(rule: str, clip: str) -> None:
+    """Twenty steps, more variants of the rules and a frozen block: what test_matrix.py, two steps long, leaves out."""
     ends, bound = [], 0.3
     for fuse in (False, True):
-        model = Model(tied=kind == "tied", checkpointed=kind == "checkpointed")
-        if kind == "frozen":
-            model.blocks[0].requires_grad_(False)
+        model = Model()
+        model.blocks[0].requires_grad_(False)
         optimizer = RULES[rule]([pair for pair in model.named_parameters() if pair[1].requires_grad])
         fused = lt.FusedBackward(optimizer, model, clip, None if clip == "none" else bound) if fuse else None
         norms = []

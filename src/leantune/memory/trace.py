@@ -34,7 +34,7 @@ class TracedStep:
 
     loss: LossFunction
     batch: Mapping[str, Tensor]
-    """Real tensors (only their shapes and dtypes are used)."""
+    """Real tensors: their shapes and dtypes are used, and their device where the model is on the meta device."""
     updated: frozenset[int]
     """ids of the parameters that an optimizer updates."""
     fused: bool
@@ -62,7 +62,7 @@ def trace_step(model: nn.Module, step: TracedStep) -> MemoryTimeline:
     try:
         with (
             FakeTensorMode(allow_non_fake_inputs=True) as mode,
-            _fake_parameters(model, mode) as real_of,
+            _fake_parameters(model, mode, next(iter(step.batch.values())).device) as real_of,
             _unpacked(step.padded),
         ):
             tracker = MemoryTracker(model)
@@ -152,8 +152,11 @@ def _gradient_hooks(
 
 
 @contextmanager
-def _fake_parameters(model: nn.Module, mode: FakeTensorMode) -> Iterator[dict[int, int]]:
+def _fake_parameters(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> Iterator[dict[int, int]]:
     """Put fake tensors in place of the model's, and its modules in training mode; undo it at the end.
+
+    Tensors of the meta device become fake ones of ``device``, the batch's: operators choose their kernels by device,
+    and the meta device's attention keeps squares that no other device's does.
 
     Yields {id of a fake parameter: id of the real one}. Whatever modules write into their own attributes meanwhile
     (flags, caches, buffers) is undone as well. Tied parameters stay tied.
@@ -171,12 +174,12 @@ def _fake_parameters(model: nn.Module, mode: FakeTensorMode) -> Iterator[dict[in
                 if id(parameter) not in fakes:
                     gradients[id(parameter)] = (parameter, parameter.grad)
                     parameter.grad = None
-                    fakes[id(parameter)] = _fake_parameter(parameter, mode)
+                    fakes[id(parameter)] = _fake_parameter(parameter, mode, device)
                     real_of[id(fakes[id(parameter)])] = id(parameter)
                 module._parameters[name] = fakes[id(parameter)]
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    fakes.setdefault(id(buffer), mode.from_tensor(buffer))
+                    fakes.setdefault(id(buffer), _fake(buffer, mode, device))
                     module._buffers[name] = fakes[id(buffer)]
             module.training = True
         yield real_of
@@ -192,10 +195,16 @@ def _fake_parameters(model: nn.Module, mode: FakeTensorMode) -> Iterator[dict[in
             parameter.grad = gradient
 
 
-def _fake_parameter(parameter: nn.Parameter, mode: FakeTensorMode) -> nn.Parameter:
+def _fake_parameter(parameter: nn.Parameter, mode: FakeTensorMode, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(_fake(parameter.detach(), mode, device), requires_grad=parameter.requires_grad)
+
+
+def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
     with torch.no_grad():
-        fake = mode.from_tensor(parameter.detach())
-    return nn.Parameter(fake, requires_grad=parameter.requires_grad)
+        if tensor.is_meta:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        fake: Tensor = mode.from_tensor(tensor)
+        return fake
 
 
 @contextmanager
