@@ -834,32 +834,16 @@ static void step_in_order(const LeantuneTernary *t, float *products, int64_t siz
     }
 }
 
-// The squares of 64 elements into 64 sums, four of sixteen lanes.
-INLINE void add_squares(const float *x, Sum *sums) {
-    for (int s = 0; s < 4; s++)
-        for (int p = 0; p < PARTS; p++) {
-            const Floats value = load(x + 16 * s + p * WIDTH);
-            sums[s].part[p] = fma(value, value, sums[s].part[p]);
-        }
-}
-
-// Of bf16 two at a time, from one word.
-INLINE void add_squares(const uint16_t *x, Sum *sums) {
-    for (int s = 0; s < 4; s += 2)
-        for (int p = 0; p < PARTS; p++) {
-            Words two;
-            std::memcpy(&two, x + 16 * s + 2 * p * WIDTH, sizeof two);
-            const Floats low = (Floats)(two << 16), high = (Floats)(two & 0xFFFF0000u);
-            sums[s].part[p] = fma(low, low, sums[s].part[p]);
-            sums[s + 1].part[p] = fma(high, high, sums[s + 1].part[p]);
-        }
-}
-
 // Sum of n squares.
 template <class Element> static double sum_of_squares(const Element *x, int64_t n) {
     Sum sums[4];
     int64_t i = 0;
-    for (; i + 64 <= n; i += 64) add_squares(x + i, sums);
+    for (; i + 64 <= n; i += 64)
+        for (int s = 0; s < 4; s++)
+            for (int p = 0; p < PARTS; p++) {
+                const Floats value = read(x + i + 16 * s + p * WIDTH);
+                sums[s].part[p] = fma(value, value, sums[s].part[p]);
+            }
     float four[4];
     totals(sums[0], sums[1], sums[2], sums[3], four);
     double result = ((double)four[0] + four[1]) + ((double)four[2] + four[3]);
