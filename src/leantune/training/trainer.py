@@ -55,11 +55,11 @@ class LeanTrainer(SFTTrainer):
                 f"training stops before backward, nothing was updated in this step. {self._last_good()} Lower the "
                 "learning rate, or look at the rows of this batch."
             )
-        hooks = self._watch_gradients()
         if self.lean.fused:
             self._fused_backward().backward(loss, last=self.accelerator.sync_gradients)
-        else:
-            self.accelerator.backward(loss)
+            return loss.detach()
+        hooks = self._watch_gradients()
+        self.accelerator.backward(loss)
         for hook in hooks:
             hook.remove()
         return loss.detach()
@@ -84,6 +84,8 @@ class LeanTrainer(SFTTrainer):
             return
         self.first_step_done = True
         reached, self._reached = self._reached or set(), None
+        if self.fused is not None:
+            reached = self.fused.reached
         model: Any = self.model
         missed = [n for n, param in model.named_parameters() if param.requires_grad and n not in reached]
         if missed:
