@@ -7,6 +7,7 @@
 A step is `leantune.linear_cross_entropy` forward, ``fused.backward`` and ``step()``, with nothing below the head: the
 ratio is the head's own, the largest there can be. In a model it counts for as much as the head is of the model's work.
 
+Seconds are the process's own on its processors: others on the machine do not count, and with several threads they add up.
 Both sides run in one process, one after the other in every round. ``--first-step`` is the number of the first timed
 step: where TernaryAdamW stores its second moment decides how often it looks at a gradient. "temporary" bytes are those
 of storages that come and go in a step, "largest" is the largest of them, both counted in a step that is not timed.
@@ -97,9 +98,9 @@ def compare(args: argparse.Namespace, rule: str, clip: str, rows: ResultRows) ->
         side.temporary, side.largest = tracker.peak_temporary_bytes, tracker.largest_allocation_bytes
     for number in range(args.repeats):
         for head, side in sides.items():
-            began = time.perf_counter()
+            began = time.process_time()
             side.step(hidden, labels, args.tile_bytes)
-            side.seconds.append(time.perf_counter() - began)
+            side.seconds.append(time.process_time() - began)
             print(f"round {number}: {rule} {clip} {head} {side.seconds[-1]:.2f} s", flush=True)
     for head, side in sides.items():
         ratios = [one / other for one, other in zip(side.seconds, sides["whole"].seconds)]
