@@ -7,10 +7,10 @@
 A step is `leantune.linear_cross_entropy` forward, ``fused.backward`` and ``step()``, with nothing below the head: the
 ratio is the head's own, the largest there can be. In a model it counts for as much as the head is of the model's work.
 
-Seconds are the process's own on its processors: others on the machine do not count, and with several threads they add up.
-Both sides run in one process, one after the other in every round. ``--first-step`` is the number of the first timed
-step: where TernaryAdamW stores its second moment decides how often it looks at a gradient. "temporary" bytes are those
-of storages that come and go in a step, "largest" is the largest of them, both counted in a step that is not timed.
+Seconds are the process's own on its processors: others on the machine do not count, and several threads add up. Both
+sides run in one process, one after the other in every round. ``--first-step`` is the number of the first timed step:
+where TernaryAdamW stores its second moment decides how often it looks at a gradient. "temporary" bytes are those of
+storages that come and go in a step, "largest" is the largest of them, both counted in a step that is not timed.
 """
 
 import argparse

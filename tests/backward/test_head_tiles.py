@@ -475,6 +475,22 @@ def test_a_tiled_gradient_is_read_as_a_whole_one(heights: list[int]) -> None:
     assert float(squared_norm(tiled(grad, heights))) == pytest.approx(float(squared_norm(grad)), rel=3e-7)
 
 
+@pytest.mark.parametrize("taken", [0, 1])
+def test_a_taker_that_does_not_walk_to_the_end_is_refused(taken: int) -> None:
+    model = Model()
+    loss = model.loss(0)
+    ((node, alone),) = head_nodes(loss)
+    assert alone and node.head is model.head.weight
+
+    def impatient(walk: Any) -> None:
+        for _ in zip(range(taken), walk()):
+            pass
+
+    node.taker = impatient
+    with pytest.raises(BackwardError, match="not complete"):
+        loss.backward()
+
+
 def test_wrong_tiles_and_wrong_parameters_are_refused() -> None:
     grad = torch.ones(10, 4)
     for heights in ([5], [5, 6], [12]):
