@@ -1,6 +1,7 @@
 """The Triton kernels of TernaryAdamW decide as the plain torch rule does, on a GPU or in Triton's interpreter."""
 
 import contextlib
+import itertools
 import sys
 
 import pytest
@@ -11,6 +12,7 @@ from leantune.codec.ternary_state import TernaryState, tensor_specs
 from leantune.codec.tiles import BlockGrid, Tile
 from leantune.codec.trits import unpack_trits
 from leantune.kernels import gpu, native
+from leantune.optim.gradient import TiledGradient
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 runs = pytest.mark.skipif(
@@ -325,3 +327,35 @@ def test_offsets_and_shares_hold_beyond_2_to_the_31() -> None:
         sizes = [size for size in triton_ternary.RUNTIME if size in arguments]
         assert len(sizes) >= (4 if name == "squares_kernel" else 6)
         assert all(str(function.__annotations__.get(size)) == "int64" for size in sizes), name
+
+
+@runs
+def test_a_gradient_in_tiles_is_taken_as_a_whole_one() -> None:
+    """What crosses rows, and a row's place in a matrix product, are summed in another order: the carry may differ in
+    the last bit of its bf16, and the weight by as little as fp32 holds."""
+    generator = torch.Generator().manual_seed(0)
+    values, gradient = (torch.randn(150, 64, generator=generator).to(DEVICE) for _ in range(2))
+    ends = []
+    with forced():
+        for cuts in (None, (0, 64, 128, 150)):
+            param = torch.nn.Parameter(values.clone())
+            optimizer = lt.TernaryAdamW([param], lr=LR)
+            group, state = optimizer.param_groups[0], optimizer.state[param]
+            if cuts is None:
+                optimizer.update(param, gradient, group, state, 0.3)
+            else:
+                pairs = list(itertools.pairwise(cuts))
+                tiled = TiledGradient(
+                    (150, 64),
+                    gradient.dtype,
+                    gradient.device,
+                    lambda pairs=pairs: ((top, gradient[top:end]) for top, end in pairs),
+                )
+                optimizer.update_in_tiles(param, tiled, group, state, 0.3)
+            ends.append(tensors(param, optimizer))
+    for name, value in ends[0].items():
+        if name.startswith("carry") or name == "weight":
+            tolerance = 1e-6 if name == "weight" else 2.0**-8
+            torch.testing.assert_close(value, ends[1][name], rtol=tolerance, atol=tolerance)
+        else:
+            assert torch.equal(value, ends[1][name]), name

@@ -85,6 +85,36 @@ def test_fused_ternary_step(length, tied, checkpointing, clip):
     close(found.peak_bytes, plan.total, 0.03)
 
 
+@pytest.mark.parametrize("rule", ["TernaryAdamW", "AdaLomo", "TacoOneSparse"])
+@pytest.mark.parametrize("clip", ["per_tensor", "global"])
+def test_a_head_whose_gradient_comes_in_tiles_is_planned(rule, clip):
+    """A head larger than all else, in many tiles of its rows."""
+
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(128, 128, bias=False)
+            self.head = nn.Linear(128, 24_000, bias=False)
+
+        def get_output_embeddings(self):
+            return self.head
+
+    def loss(model, batch):
+        hidden = torch.tanh(model.body(batch["hidden"]))
+        return lt.linear_cross_entropy(hidden, model.head.weight, batch["labels"], tile_bytes=1 << 20)
+
+    model = Head()
+    optimizer = getattr(lt, rule)(model.parameters(), lr=1e-3)
+    batch = {"hidden": torch.randn(64, 128), "labels": torch.zeros(64, dtype=torch.int64)}
+    plan = plan_run(model, optimizer, batch_size=1, length=64, fused=True, clip=clip, loss=loss, batch=batch)
+    fused = lt.FusedBackward(optimizer, model, clip=clip)
+    found = measure(model, optimizer, batch, loss=loss, fused=fused)
+    assert ("in tiles" in fused.report()) == (rule != "TacoOneSparse")
+    size, grown = model.head.weight.nbytes, found.peak_bytes - plan.parts["weights"] - plan.parts["optimizer_states"]
+    assert (grown < size) == (rule != "TacoOneSparse")
+    close(found.peak_bytes, plan.total, 0.03)
+
+
 @pytest.mark.parametrize("rule", ["TernaryAdamW", "AdamW", "Lomo", "AdaLomo", "TacoOneSparse"])
 def test_every_rule_ordinary_and_its_states(rule):
     model = tiny_llama(tied=True)

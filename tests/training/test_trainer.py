@@ -212,3 +212,28 @@ def test_o21_the_log_shows_a_group_whose_weights_stand_still() -> None:
         assert (moved.percent is None) == (number < 4)  # steps 1 and 5 are logged
     # A step of 1e-4 is a share of 1e-4 / 2^-7 (above 1) or 2^-8 (below 1) of a unit.
     assert first[0] == moved.percent[0] == 0 and 0.5 < first[1] < 5
+
+
+@pytest.mark.parametrize("more", [{}, {"gradient_accumulation_steps": 2, "accumulate": "float32"}])
+def test_an_untied_heads_gradient_comes_in_tiles_and_the_first_step_knows_it(
+    tiny_model_path: str, rows: str, tmp_path: Path, more: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_path)
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    model.save_pretrained(tmp_path / "untied")
+    for file in Path(tiny_model_path).glob("token*"):
+        (tmp_path / "untied" / file.name).write_bytes(file.read_bytes())
+    used = []
+    built = LeanTrainer._fused_backward
+
+    def watched(self: LeanTrainer) -> lt.FusedBackward:
+        used.append(built(self))
+        return used[-1]
+
+    monkeypatch.setattr(LeanTrainer, "_fused_backward", watched)
+    values = {"max_steps": 3, "eval_split": None, "optim": "ternary_adamw", **more}
+    result = train(config(str(tmp_path / "untied"), rows, tmp_path / "out", **values), console=QUIET)
+    assert len([row for row in result.log if "loss" in row]) == 3
+    report = used[-1].report()
+    assert report.startswith("lm_head.weight") and ("accumulated" if more else "in tiles") in report

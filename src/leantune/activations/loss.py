@@ -66,7 +66,8 @@ def linear_cross_entropy(
         half; otherwise the given tensor and 8 B per counted token) and 12 B per counted token. During forward and
         backward: ``tile_bytes``; during backward also 4 * H per counted token (fp32 sums of the gradient of
         ``hidden``), that gradient, and one buffer of the shape and dtype of ``weight``, each element of which is summed
-        in fp32 and rounded once. A frozen weight has no such buffer.
+        in fp32 and rounded once. A frozen weight has no such buffer, nor has one that `leantune.FusedBackward` updates
+        in tiles.
 
     Nothing kept is changed by backward: ``backward(retain_graph=True)`` and a second backward give the same gradients.
     Gradients of gradients are not supported. On tensors without data (meta, fake) every token counts.

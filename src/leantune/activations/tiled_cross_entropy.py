@@ -1,8 +1,14 @@
-"""The autograd function of the logits-free cross-entropy: a walk over tiles forward, and one backward."""
+"""The autograd function of the logits-free cross-entropy: a walk over tiles forward, and one backward.
+
+The gradient of the head's weight is the largest of a model. Autograd gets it whole; or a taker, whom someone has put
+into the graph's node for this backward (`TiledCrossEntropy`), gets it a tile of vocabulary rows at a time, in as many
+walks as it needs, and it never exists whole.
+"""
 
 import math
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,40 +16,9 @@ from torch.amp import is_autocast_available
 from torch.autograd.function import once_differentiable
 
 from leantune.activations.logit_tiles import LogitTiles
+from leantune.errors import BackwardError
 
-
-class HeadGradientSink(Protocol):
-    """Takes the gradient of an output layer's weight, a tile of the vocabulary after the other."""
-
-    def room(self, entries: slice) -> Tensor:
-        """Wide (fp32 or float64) memory (t, H) for the tile of these vocabulary entries, to be overwritten."""
-
-    def finished(self, entries: slice, tile: Tensor) -> None:
-        """The tile that ``room`` gave is complete, and these rows of the weight are not read again in this backward."""
-
-
-class WholeHeadGradient:
-    """The gradient in one buffer of the weight's dtype; each element is rounded once.
-
-    Where the weight is wide itself, products go straight into the buffer.
-    """
-
-    def __init__(self, weight: Tensor, tiles: LogitTiles) -> None:
-        # torch.empty and not empty_like: a transposed weight would give rows that a product cannot be written into.
-        self.gradient = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-        self._wide = tiles.wide
-        width = max((s.stop - s.start for s in tiles.vocabulary_slices), default=0)
-        narrow = weight.dtype != tiles.wide
-        self._scratch = self.gradient.new_empty((width, weight.shape[1]), dtype=tiles.wide) if narrow else None
-
-    def room(self, entries: slice) -> Tensor:
-        if self._scratch is None:
-            return self.gradient[entries]
-        return self._scratch[: entries.stop - entries.start]
-
-    def finished(self, entries: slice, tile: Tensor) -> None:
-        if self._scratch is not None:
-            self.gradient[entries] = tile
+_ROUNDED_TOGETHER = 1 << 18
 
 
 class TiledCrossEntropy(torch.autograd.Function):
@@ -53,6 +28,12 @@ class TiledCrossEntropy(torch.autograd.Function):
     [0, V); index int64 (tokens,), their rows of hidden, or None for all; scale and softcap of the logits; the dtype
     operands are rounded to; bytes of a tile. Kept: the tensors given and one logsumexp a token. Nothing kept is
     changed.
+
+    The node in the graph has two attributes. ``head``: the weight, where it is a leaf that wants a gradient, else
+    None. ``taker``: None, or who is called with a walk (`leantune.optim.gradient.Walk`: each call gives the gradient of
+    ``head`` anew, in tiles of its rows, fp32 numbers that ``head``'s dtype holds) instead of autograd getting that
+    gradient. It must go through one walk to its end at least. It may write the rows of ``head`` that a walk has given,
+    if it will not walk again.
     """
 
     @staticmethod
@@ -69,6 +50,7 @@ class TiledCrossEntropy(torch.autograd.Function):
         tile_bytes: int,
     ) -> Tensor:
         ctx.scale, ctx.softcap, ctx.operand_dtype, ctx.tile_bytes = scale, softcap, operand_dtype, tile_bytes
+        ctx.head, ctx.taker = weight if ctx.needs_input_grad[1] and weight.is_leaf else None, None
         with _without_autocast(hidden.device):
             tiles = LogitTiles(
                 hidden, index, weight, bias, scale=scale, operand_dtype=operand_dtype, tile_bytes=tile_bytes
@@ -83,7 +65,6 @@ class TiledCrossEntropy(torch.autograd.Function):
         hidden, index, weight, bias, labels, logsumexp = ctx.saved_tensors
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
         with _without_autocast(hidden.device):
-            wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
             tiles = LogitTiles(
                 hidden,
                 index,
@@ -93,21 +74,103 @@ class TiledCrossEntropy(torch.autograd.Function):
                 operand_dtype=ctx.operand_dtype,
                 tile_bytes=ctx.tile_bytes,
                 copies=0 if ctx.softcap is None else 1,
-                gradient_room=want_weight and weight.dtype != wide,
+                # Also where the weight is wide and products can go straight into its whole gradient: with the same
+                # tiles both ways of taking it have the same bits.
+                gradient_room=want_weight,
                 backward=True,
             )
-            sink = WholeHeadGradient(weight, tiles) if want_weight else None
-            total = hidden.new_zeros((tiles.tokens, hidden.shape[1]), dtype=wide) if want_hidden else None
-            bias_total = torch.zeros(weight.shape[0], dtype=wide, device=weight.device) if want_bias else None
-            _gradients(tiles, labels, logsumexp, ctx.softcap, grads[0] * ctx.scale, total, sink, bias_total)
-            head_gradient = None if sink is None else sink.gradient
-            del tiles, sink  # their working memory, before the gradient of the hidden states is rounded into its own
+            total = hidden.new_zeros((tiles.tokens, hidden.shape[1]), dtype=tiles.wide) if want_hidden else None
+            bias_total = torch.zeros(weight.shape[0], dtype=tiles.wide, device=weight.device) if want_bias else None
+            walks = _Walks(tiles, labels, logsumexp, ctx.softcap, grads[0] * ctx.scale, total, bias_total)
+            head_gradient = None
+            if want_weight and ctx.taker is not None:
+                walks.give(ctx.taker)
+            else:
+                head_gradient = walks.whole(want_weight)
+            del tiles, walks  # their working memory, before the gradient of the hidden states is rounded into its own
             return (
                 None if total is None else _scattered(total, index, hidden),
                 head_gradient,
                 None if bias_total is None or bias is None else bias_total.to(bias.dtype),
                 *(None,) * 6,
             )
+
+
+class _Walks:
+    """The walks of one backward. The first one also adds to the totals of the hidden states and of the bias."""
+
+    def __init__(
+        self,
+        tiles: LogitTiles,
+        labels: Tensor,
+        logsumexp: Tensor,
+        softcap: float | None,
+        factor: Tensor,
+        hidden_total: Tensor | None,
+        bias_total: Tensor | None,
+    ) -> None:
+        self._tiles = tiles
+        self._given = labels, logsumexp, softcap, factor
+        self._totals = hidden_total, bias_total
+        self._began = self._complete = False
+
+    def whole(self, wanted: bool) -> Tensor | None:
+        """The head's gradient in one buffer of the weight's dtype, each element rounded once; None if not ``wanted``.
+
+        Where the weight is wide itself, products go straight into the buffer.
+        """
+        if not wanted:
+            for _ in self._walk(lambda entries: None):
+                pass
+            return None
+        weight = self._tiles.weight
+        # torch.empty and not empty_like: a transposed weight would give rows that a product cannot be written into.
+        gradient = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        if weight.dtype == self._tiles.wide:
+            for _ in self._walk(lambda entries: gradient[entries]):
+                pass
+            return gradient
+        for entries, tile in self._walk(self._scratch()):
+            if tile is not None:
+                gradient[entries] = tile
+        return gradient
+
+    def give(self, taker: Callable[[Callable[[], Iterator[tuple[int, Tensor]]]], None]) -> None:
+        """Let ``taker`` walk over the head's gradient. Raises BackwardError where it did not walk to an end."""
+        scratch = self._scratch()
+
+        def walk() -> Iterator[tuple[int, Tensor]]:
+            for entries, tile in self._walk(scratch):
+                if tile is not None:
+                    yield entries.start, _rounded_(tile, self._tiles.weight.dtype)
+
+        taker(walk)
+        if not self._complete:
+            raise BackwardError(
+                "whoever takes the head's gradient in tiles did not go through the first walk to its end, so the "
+                "gradient of the hidden states is not complete."
+            )
+
+    def _walk(self, room: Callable[[slice], Tensor | None]) -> Iterator[tuple[slice, Tensor | None]]:
+        first, self._began = not self._began, True
+        totals = self._totals if first else (None, None)
+        yield from _gradients(self._tiles, *self._given, *totals, room)
+        self._complete = self._complete or first
+
+    def _scratch(self) -> Callable[[slice], Tensor]:
+        """Wide room for one tile (t, H) of the head's gradient, the same for all."""
+        width = max((entries.stop - entries.start for entries in self._tiles.vocabulary_slices), default=0)
+        weight = self._tiles.weight
+        scratch = torch.empty((width, weight.shape[1]), dtype=self._tiles.wide, device=weight.device)
+        return lambda entries: scratch[: entries.stop - entries.start]
+
+
+def _rounded_(tile: Tensor, dtype: torch.dtype) -> Tensor:
+    """The contiguous ``tile`` with every number rounded to one that ``dtype`` holds, in place."""
+    if tile.dtype != dtype:
+        for part in tile.view(-1).split(_ROUNDED_TOGETHER):
+            part.copy_(part.to(dtype))
+    return tile
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
@@ -144,17 +207,19 @@ def _gradients(
     softcap: float | None,
     factor: Tensor,
     hidden_total: Tensor | None,
-    sink: HeadGradientSink | None,
     bias_total: Tensor | None,
-) -> None:
-    """Add factor * dloss/dhidden to ``hidden_total``, give dloss/dweight to ``sink``, add to ``bias_total``.
+    room: Callable[[slice], Tensor | None],
+) -> Iterator[tuple[slice, Tensor | None]]:
+    """Give (vocabulary entries, dloss/dweight of them) and add dloss/dhidden and dloss/dbias to the totals, which are
+    complete at the end.
 
-    A weight tile reaches the sink only after its part of the hidden states' gradient is made, so that the sink may
-    update those rows of the weight. ``factor`` (one number, wide) is multiplied in last: the logits' gradients stay in
-    [-1, 1], where 16-bit operands do not underflow.
+    ``room`` is memory for a tile's gradient, wide (t, H), to be overwritten, or None where none is wanted. A tile is
+    given only after its part of the hidden states' gradient is made, and its rows of the weight are not read again:
+    they may be updated. ``factor`` (one number, wide) is multiplied in last: the logits' gradients stay in [-1, 1],
+    where 16-bit operands do not underflow.
     """
     for entries, weight, bias in tiles.vocabulary_tiles():
-        tile = None if sink is None else sink.room(entries)
+        tile = room(entries)
         if tile is not None and not tiles.token_slices:
             tile.zero_()
         for tokens, rows in tiles.token_tiles():
@@ -167,10 +232,9 @@ def _gradients(
             if tile is not None:
                 tiles.add_product(tile, slope.t(), rows, fresh=tokens.start == 0)
             del slope
-        if sink is not None and tile is not None:
-            if tiles.token_slices:
-                tile.mul_(factor)
-            sink.finished(entries, tile)
+        if tile is not None and tiles.token_slices:
+            tile.mul_(factor)
+        yield entries, tile
     if tiles.token_slices:
         for total in (hidden_total, bias_total):
             if total is not None:

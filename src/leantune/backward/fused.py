@@ -6,10 +6,16 @@ forward, updates with the exact factor. Both go through ``LeanOptimizer.update``
 walks.
 With float16's loss scale both modes measure first, since an overflow is known only after a whole backward. With
 gradient accumulation, gradients live, as sums, until the last micro-batch; then they are clipped, applied and freed.
+
+The largest gradient, the output head's, need not live either: where ``fused.backward`` finds that the loss without
+logits (`leantune.linear_cross_entropy`) alone gives a head its gradient, it takes it a tile of vocabulary rows at a
+time inside the loss's own backward: one walk over the tiles for the norm, further ones for the update.
 """
 
 import functools
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,13 +24,15 @@ from torch.autograd import Variable
 
 from leantune.backward.accumulation import Accumulator
 from leantune.backward.clip import clip_factor, combined_norm
-from leantune.backward.reduction import Reducer, reached_by, replicas
+from leantune.backward.graph import reached_by
+from leantune.backward.heads import Heads
+from leantune.backward.reduction import Reducer, replicas
 from leantune.backward.scaling import LossScale
 from leantune.backward.targets import Target, checked_bound, collect
 from leantune.codec.counter_hash import stream_key
 from leantune.errors import BackwardError, NonFiniteError, StateMismatchError
 from leantune.optim.base import LeanOptimizer
-from leantune.optim.gradient import whole_squared_norm
+from leantune.optim.gradient import Gradient, TiledGradient, Walk, whole_squared_norm
 from leantune.optim.row_shard import is_sharded
 
 
@@ -45,6 +53,9 @@ class FusedBackward:
             torch.distributed runs more than one and parameters are whole on each; of a DistributedDataParallel
             ``model`` its own, whose reduction is turned off. None: no process knows of another. Sharded parameters
             (FSDP2) are averaged by their own hooks.
+        head: "tiles": the gradient of an output head under `leantune.linear_cross_entropy` is never whole where that is
+            possible (see `report`), at the cost of making its logits again for the update; "whole": one buffer of the
+            head's dtype, as for every other weight.
 
     ``loss.backward(); optimizer.step()`` in the one-pass modes; ``fused.backward(loss); optimizer.step()`` in any.
     With micro-batches: ``fused.backward(share * loss, last=False)`` for all but the last one, where ``share`` is what
@@ -77,6 +88,7 @@ class FusedBackward:
         accumulate: str | None = None,
         loss_scale: LossScale | None = None,
         process_group: Any = "auto",
+        head: str = "tiles",
     ) -> None:
         self.optimizers: list[LeanOptimizer] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         self.clip = clip
@@ -93,6 +105,7 @@ class FusedBackward:
         self._wrapped = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
         group = replicas(model, process_group) if whole else None
         self._reducer = None if group is None else Reducer(whole, group)
+        self._heads = Heads(head, averaged=self._reducer is not None)
         self._squares: dict[Tensor, float] = {}
         self._moved: list[str] = []
         self._closed: set[int] = set()
@@ -137,28 +150,10 @@ class FusedBackward:
                 f"the loss is {loss.detach().float().mean().item()}; backward was not run and nothing has been updated."
             )
         try:
-            self._scale = 1.0 if self.loss_scale is None else self.loss_scale.value
-            scaled = loss if self.loss_scale is None else loss * self._scale
-            if gathers:
-                self._phase, self._graph_task = "gather", None
-                scaled.backward()
-                self._gathered, self._graph_task = self._gathered + 1, None
-                if last:
-                    self._apply_sums()
-            elif self.two_passes:
-                self._phase = "measure"
-                scaled.backward(retain_graph=True)
-                self._finish_reduction()
-                if self._decide():
-                    self._phase, self._graph_task = "apply", None
-                    if self._reducer is not None:
-                        self._reducer.restart()
-                    scaled.backward()
-                    self._finish_reduction()
-            else:
-                self._phase = "once"
-                scaled.backward()
-                self._finish_reduction()
+            with self._heads.in_tiles(loss, self._targets, gathers, self._on_tiles):
+                self._run(loss, gathers)
+            if gathers and last:
+                self._apply_sums()
         except BaseException as error:
             # Out of memory, an interrupt: not from a gradient. What has moved must not pass for a whole step.
             self._failed = self._failed or f"{type(error).__name__} outside of the hooks"
@@ -182,6 +177,10 @@ class FusedBackward:
     def reached(self, param: Tensor) -> bool:
         """Whether ``param`` got a gradient in the step that waits for ``step()``, on any process."""
         return param in self._squares
+
+    def report(self) -> str:
+        """How the gradient of each output head under `leantune.linear_cross_entropy` was taken by the last backward."""
+        return self._heads.report()
 
     def remove(self) -> None:
         """Take every hook off; the optimizers' ``step()`` is the ordinary one again, and so is
@@ -251,7 +250,39 @@ class FusedBackward:
             self.grad_norm = self._norm()
             self._reset()
 
+    def _run(self, loss: Tensor, gathers: bool) -> None:
+        """The backwards of one ``backward``, each in its phase."""
+        self._scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        scaled = loss if self.loss_scale is None else loss * self._scale
+        if gathers:
+            self._phase, self._graph_task = "gather", None
+            scaled.backward()
+            self._gathered, self._graph_task = self._gathered + 1, None
+        elif self.two_passes:
+            self._phase = "measure"
+            scaled.backward(retain_graph=True)
+            self._finish_reduction()
+            if self._decide():
+                self._phase, self._graph_task = "apply", None
+                if self._reducer is not None:
+                    self._reducer.restart()
+                scaled.backward()
+                self._finish_reduction()
+        else:
+            self._phase = "once"
+            scaled.backward()
+            self._finish_reduction()
+
     # -- inside backward --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _on_tiles(self, param: Tensor, walk: Walk) -> None:
+        """The head's gradient is there to be walked over, inside the loss's backward."""
+        target = self._targets[param]
+        with self._blaming(target.name):
+            self._check_phase(target.name)
+            rows, cols = param.shape
+            self._take(param, TiledGradient((rows, cols), torch.float32, param.device, walk), target)
 
     @torch.no_grad()
     def _on_gradient(self, param: Tensor) -> None:
@@ -259,24 +290,31 @@ class FusedBackward:
         if grad is None:
             return
         try:
-            self._check_phase(target.name)
-            if self._phase == "gather":
-                self._gather(param, grad, target)
-                return
-            if self._reducer is None or is_sharded(param):
-                self._take(param, grad, target)
-                return
-            param.grad = None
-            for one, averaged in self._reducer.ready(param, grad):
-                self._take(one, averaged, self._targets[one])
-        except Exception as error:
-            self._failed = f"{type(error).__name__} at {target.name}"
-            self._forgive_if_nothing_moved()
-            raise
+            with self._blaming(target.name):
+                self._check_phase(target.name)
+                if self._phase == "gather":
+                    self._gather(param, grad, target)
+                    return
+                if self._reducer is None or is_sharded(param):
+                    self._take(param, grad, target)
+                    return
+                param.grad = None
+                for one, averaged in self._reducer.ready(param, grad):
+                    self._take(one, averaged, self._targets[one])
         finally:
             param.grad = None
 
-    def _take(self, param: Tensor, grad: Tensor, target: Target) -> None:
+    @contextmanager
+    def _blaming(self, name: str) -> Iterator[None]:
+        """What fails in here failed at this parameter."""
+        try:
+            yield
+        except Exception as error:
+            self._failed = f"{type(error).__name__} at {name}"
+            self._forgive_if_nothing_moved()
+            raise
+
+    def _take(self, param: Tensor, grad: Gradient, target: Target) -> None:
         """A gradient is complete, on every process: measure it, or apply it, or both."""
         if self._phase != "apply":
             square = self._square(param, grad, target)
@@ -293,7 +331,7 @@ class FusedBackward:
             for param, averaged in self._reducer.finish():
                 self._take(param, averaged, self._targets[param])
 
-    def _square(self, param: Tensor, grad: Tensor, target: Target) -> float:
+    def _square(self, param: Tensor, grad: Gradient, target: Target) -> float:
         """The squared norm of a gradient, which must be finite, unless a loss scale will see to it."""
         if self.loss_scale is not None:
             return whole_squared_norm(param, grad)
@@ -331,13 +369,18 @@ class FusedBackward:
         self._factor = clip_factor(norm, self.max_grad_norm) if self.clip == "global" else 1.0
         return True
 
-    def _move(self, param: Tensor, grad: Tensor, target: Target) -> None:
+    def _move(self, param: Tensor, grad: Gradient, target: Target) -> None:
         """The update of one parameter, whole."""
         factor = self._factor
         if self.clip == "per_tensor":
             factor = clip_factor(math.sqrt(self._squares[param]) / self._scale, self.max_grad_norm)
         optimizer = target.optimizer
         group = optimizer.param_groups[target.group]
+        if isinstance(grad, TiledGradient):
+            # Before: what makes the tiles may fail (out of memory) between two of them.
+            self._moved.append(target.name)
+            optimizer.update_in_tiles(param, grad, group, optimizer.state[param], factor / self._scale)
+            return
         optimizer.update(param, grad, group, optimizer.state[param], factor / self._scale)
         self._moved.append(target.name)
 

@@ -115,20 +115,3 @@ def replicas(model: nn.Module | None, wanted: Any) -> Any:
             "process_group out, or give the module inside (model.module)."
         )
     return None if group is None or dist.get_world_size(group) == 1 else group
-
-
-def reached_by(loss: Tensor, params: Mapping[Tensor, Any]) -> set[Tensor]:
-    """Which of ``params`` backward from ``loss`` will reach."""
-    found: set[Tensor] = set()
-    seen: set[Any] = set()
-    nodes = [loss.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None and variable in params:
-            found.add(variable)
-        nodes.extend(following for following, _ in node.next_functions)
-    return found

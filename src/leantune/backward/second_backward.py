@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from leantune.backward.reduction import reached_by
+from leantune.backward.graph import reached_by
 from leantune.errors import BackwardError
 
 SAMPLE = 4096  # elements of a gradient that are compared

@@ -85,9 +85,10 @@ class on_cpu:
         _on_cpu = self._before
 
 
-def takes(weight: Tensor, grad: Tensor, block_size: int, rank: int) -> bool:
+def takes(weight: Tensor, grad: Any, block_size: int, rank: int) -> bool:
     """Whether the kernels can update this parameter: on a GPU, fp32 or bf16, blocks of a power of two up to 256, a
-    carry of rank 16 at most. float16 weights and gradients run in plain torch."""
+    carry of rank 16 at most. float16 weights and gradients run in plain torch. ``grad``: a tensor, or what has a
+    tensor's dtype and device."""
     return (
         native.enabled()
         and weight.device == grad.device

@@ -108,8 +108,9 @@ def use_instructions(name: str) -> None:
         raise ValueError(f"instruction set {name!r} cannot run here ({note}). Known: avx512, avx2, portable.")
 
 
-def takes(weight: Tensor, grad: Tensor, block_size: int) -> bool:
-    """Whether the kernel can update this parameter: on the CPU, fp32 or bf16, blocks of a multiple of 16."""
+def takes(weight: Tensor, grad: Any, block_size: int) -> bool:
+    """Whether the kernel can update this parameter: on the CPU, fp32 or bf16, blocks of a multiple of 16. ``grad``: a
+    tensor, or what has a tensor's dtype and device."""
     return (
         _enabled
         and weight.device.type == grad.device.type == "cpu"

@@ -188,6 +188,13 @@ def plan_run(
         updated=frozenset(
             id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
         ),
+        in_tiles=frozenset(
+            id(p)
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if getattr(optimizer, "tileable", False)
+        ),
         fused=fused,
         two_passes=fused and clip == "global",
         micro_batches=micro_batches,

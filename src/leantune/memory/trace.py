@@ -6,6 +6,7 @@ is copied, so a 7B model is traced in the memory of its operators' bookkeeping. 
 activations needs no formula for any architecture.
 """
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -17,11 +18,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from leantune.backward.accumulation import Accumulator
+from leantune.backward.graph import head_nodes
 from leantune.errors import InvalidArgumentError
 from leantune.memory.parts import OPTIMIZER_STATES, UPDATE
 from leantune.memory.timeline import MemoryTimeline
 from leantune.memory.tracker import MemoryTracker
 from leantune.memory.update_cost import UpdateCost
+from leantune.optim.gradient import NORM_CHUNK, TiledGradient, Walk
 
 Clip = Literal["per_tensor", "global", "none"]
 LossFunction = Callable[[nn.Module, dict[str, Tensor]], Tensor]
@@ -37,6 +40,8 @@ class TracedStep:
     """Real tensors: their shapes and dtypes are used, and their device where the model is on the meta device."""
     updated: frozenset[int]
     """ids of the parameters that an optimizer updates."""
+    in_tiles: frozenset[int]
+    """ids of those that a fused backward may update in tiles where they are output heads (`FusedBackward`'s head)."""
     fused: bool
     """Gradients are applied and freed inside backward."""
     two_passes: bool
@@ -95,6 +100,8 @@ def _walk(
         if hooks.sums is not None and step.micro_batches > 1:
             hooks.action = "gather"
         else:
+            if step.fused and last:
+                _take_heads(loss, real_of, step, tracker, hooks)
             if step.two_passes and last:
                 hooks.action = "drop"
                 loss.backward(retain_graph=True)
@@ -107,6 +114,27 @@ def _walk(
     for parameter in model.parameters():
         if id(parameter) in real_of:
             parameter.grad = None
+
+
+def _take_heads(
+    loss: Tensor, real_of: Mapping[int, int], step: TracedStep, tracker: MemoryTracker, hooks: "_GradientHooks"
+) -> None:
+    """Heads whose gradients a fused backward takes in tiles (leantune/backward/heads.py): walked over, never whole."""
+
+    def take(head: Tensor, real: int, walk: Walk) -> None:
+        rows, cols = head.shape
+        gradient = TiledGradient((rows, cols), torch.float32, head.device, walk)
+        if hooks.action == "drop" or not step.two_passes:
+            for _ in gradient.pieces(NORM_CHUNK):
+                pass
+        if hooks.action == "update":
+            for _ in gradient.tiles(column_unit=128):
+                tracker.touch(UPDATE, step.cost.temporaries.get(real, 0))
+
+    for node, alone in head_nodes(loss):
+        real = real_of.get(id(node.head))
+        if alone and real in step.in_tiles:
+            node.taker = functools.partial(take, node.head, real)
 
 
 class _GradientHooks:

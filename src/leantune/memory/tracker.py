@@ -164,8 +164,8 @@ class MemoryTracker(TorchDispatchMode):
         for parameter in self._parameters:
             if parameter.requires_grad and parameter.is_leaf:
                 # Before accumulation, so that it also sees gradients that a fused backward frees in its own hook.
-                self._handles.append(parameter.register_hook(functools.partial(self._mark, part=GRADIENTS)))
-                self._handles.append(parameter.register_post_accumulate_grad_hook(self._mark_accumulated))
+                self._handles.append(parameter.register_hook(_Watching(self._mark_gradient)))
+                self._handles.append(parameter.register_post_accumulate_grad_hook(_Watching(self._mark_accumulated)))
         for optimizer in self._optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._update_begins))
             self._handles.append(optimizer.register_step_post_hook(self._update_ends))
@@ -326,6 +326,10 @@ class MemoryTracker(TorchDispatchMode):
             if allocation is not None:
                 self._parts[allocation] = _CODE[part]
 
+    def _mark_gradient(self, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            self._mark(gradient, GRADIENTS)
+
     def _mark_accumulated(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
             self._mark(parameter.grad, GRADIENTS)
@@ -442,6 +446,19 @@ def track(
     """
     with MemoryTracker(model, optimizers, vocabulary=vocabulary) as tracker:
         yield tracker
+
+
+class _Watching:
+    """A hook that only looks at a gradient: a fused backward may do without that gradient, which then is None
+    (backward/heads.py)."""
+
+    only_watches = True
+
+    def __init__(self, look: Callable[[Tensor], None]) -> None:
+        self._look = look
+
+    def __call__(self, tensor: Tensor) -> None:
+        self._look(tensor)
 
 
 def _flat_tensors(values: Iterable[Any]) -> Iterator[Tensor]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from leantune.codec.tiles import Tile, matrix_shape, row_dimensions, tiles
 from leantune.errors import InvalidArgumentError
 from leantune.optim.base import LeanOptimizer, check_common
+from leantune.optim.gradient import Gradient, gradient_tiles
 from leantune.optim.report import Spec, StateLayout
 from leantune.optim.row_shard import RowShard
 from leantune.optim.weights import WeightMatrix
@@ -80,7 +81,7 @@ class AdaLomo(LeanOptimizer):
         return StateLayout("factored", "row and column means of the second moment", factors, replicated)
 
     def _apply(
-        self, shard: RowShard, grad: Tensor, group: dict[str, Any], state: dict[str, Any], grad_scale: float, key: int
+        self, shard: RowShard, grad: Gradient, group: dict[str, Any], state: dict[str, Any], grad_scale: float, key: int
     ) -> None:
         weight = WeightMatrix(shard, group["rounding"], None, key)
         beta = 1 - float(int(state["step"])) ** float(group["decay_rate"])
@@ -93,44 +94,44 @@ class AdaLomo(LeanOptimizer):
             gradient.average_factors(row_means, column_means, beta, group["eps"][0])
             mean = shard.total(row_means.sum()) / shard.all_rows
 
-        def direction(tile: Tile) -> Tensor:
-            if "variance" in state:
-                return gradient.tile(tile) / tile.of(variance).sqrt()
-            rows, cols = row_means[tile.top : tile.bottom], column_means[tile.left : tile.right]
-            return factored_direction(gradient.tile(tile), rows, cols, mean)
+        def directions() -> Iterator[tuple[Tile, Tensor]]:
+            for tile, part in gradient.tiles():
+                if "variance" in state:
+                    yield tile, part / tile.of(variance).sqrt()
+                else:
+                    of_rows, of_columns = row_means[tile.top : tile.bottom], column_means[tile.left : tile.right]
+                    yield tile, factored_direction(part, of_rows, of_columns, mean)
 
         lr = float(group["lr"])
-        update_rms = gradient.rms(direction(tile) for tile in gradient.tiles())
-        weight_rms = gradient.rms(weight.read(tile) for tile in gradient.tiles())
+        update_rms = gradient.rms(direction for _, direction in directions())
+        rows, cols = grad.shape
+        weight_rms = gradient.rms(weight.read(tile) for tile in tiles(rows, cols, column_unit=128))
         scale = lr * max(group["eps"][1], weight_rms) / max(1.0, update_rms / group["clip_rms"])
-        for tile in gradient.tiles():
+        for tile, direction in directions():
             values = weight.read(tile).mul_(1 - lr * group["weight_decay"])
-            weight.write(tile, values.sub_(direction(tile), alpha=scale))
+            weight.write(tile, values.sub_(direction, alpha=scale))
 
 
 class _Gradient:
     """The (rows, cols) of a gradient that this process holds, read in fp32 tiles."""
 
-    def __init__(self, matrix: Tensor, scale: float, shard: RowShard) -> None:
+    def __init__(self, matrix: Gradient, scale: float, shard: RowShard) -> None:
         self._matrix = matrix
         self._scale = scale
         self._shard = shard
 
-    def tiles(self) -> Iterator[Tile]:
-        rows, cols = self._matrix.shape
-        return tiles(rows, cols, column_unit=128)
-
-    def tile(self, tile: Tile) -> Tensor:
-        return tile.of(self._matrix).float().contiguous() * self._scale
+    def tiles(self) -> Iterator[tuple[Tile, Tensor]]:
+        for tile, part in gradient_tiles(self._matrix, column_unit=128):
+            yield tile, part.float().contiguous() * self._scale
 
     def average(self, variance: Tensor, beta: float, eps: float) -> None:
-        for tile in self.tiles():
-            tile.of(variance).mul_(beta).add_(self.tile(tile).square_().add_(eps), alpha=1 - beta)
+        for tile, part in self.tiles():
+            tile.of(variance).mul_(beta).add_(part.square_().add_(eps), alpha=1 - beta)
 
     def average_factors(self, rows: Tensor, cols: Tensor, beta: float, eps: float) -> None:
         row_sums, col_sums = torch.zeros_like(rows), torch.zeros_like(cols)
-        for tile in self.tiles():
-            square = self.tile(tile).square_().add_(eps)
+        for tile, part in self.tiles():
+            square = part.square_().add_(eps)
             row_sums[tile.top : tile.bottom] += square.sum(dim=1)
             col_sums[tile.left : tile.right] += square.sum(dim=0)
         rows.mul_(beta).add_(row_sums, alpha=(1 - beta) / cols.numel())
@@ -138,7 +139,7 @@ class _Gradient:
 
     def rms(self, parts: Iterator[Tensor]) -> float:
         """Root mean square of what ``parts`` are the tiles of, over all rows of the parameter."""
-        total = torch.zeros((), dtype=torch.float64, device=self._matrix.device)
+        total = torch.zeros((), dtype=torch.float64, device=self._shard.matrix.device)
         for part in parts:
             total += torch.linalg.vector_norm(part).double().square()
         return float(self._shard.total(total) / max(self._shard.all_rows * self._matrix.shape[1], 1)) ** 0.5

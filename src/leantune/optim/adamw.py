@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leantune.codec.tiles import tiles
 from leantune.optim.base import LeanOptimizer, check_betas, check_common
+from leantune.optim.gradient import Gradient, gradient_tiles
 from leantune.optim.report import StateLayout
 from leantune.optim.row_shard import RowShard
 from leantune.optim.weights import WeightMatrix, master_spec
@@ -66,14 +66,13 @@ class AdamW(LeanOptimizer):
         )
 
     def _apply(
-        self, shard: RowShard, grad: Tensor, group: dict[str, Any], state: dict[str, Any], grad_scale: float, key: int
+        self, shard: RowShard, grad: Gradient, group: dict[str, Any], state: dict[str, Any], grad_scale: float, key: int
     ) -> None:
         weight = WeightMatrix(shard, group["rounding"], state.get("weight_remainder"), key)
         momentum, variance = state["momentum"].view(grad.shape), state["variance"].view(grad.shape)
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-        rows, cols = grad.shape
-        for tile in tiles(rows, cols, column_unit=128):
-            g = tile.of(grad).float() * grad_scale
+        for tile, part in gradient_tiles(grad, column_unit=128):
+            g = part.float() * grad_scale
             direction, m, v = adamw_direction(
                 g, tile.of(momentum), tile.of(variance), beta1, beta2, int(state["step"]), group["eps"]
             )

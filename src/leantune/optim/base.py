@@ -15,7 +15,7 @@ from torch import Tensor
 from leantune.codec.counter_hash import stream_key
 from leantune.errors import BackwardError, InvalidArgumentError, InvalidTypeError, NonFiniteError, StateMismatchError
 from leantune.kernels import native
-from leantune.optim.gradient import squared_norm, whole_squared_norm
+from leantune.optim.gradient import Gradient, TiledGradient, squared_norm, whole_squared_norm
 from leantune.optim.report import ParameterState, StateLayout, StateReport
 from leantune.optim.row_shard import RowShard, is_sharded, local, placed_like, row_shard, rows_of, whole_tensor
 
@@ -37,6 +37,9 @@ class LeanOptimizer(torch.optim.Optimizer):
     shardable: bool = True
     """Whether a parameter may be a DTensor sharded by rows."""
 
+    tileable: bool = True
+    """Whether `update_in_tiles` works: the rule can take a gradient some rows at a time."""
+
     least_trial_rows: int = 1
     """Rows from which on the update of a matrix goes the way of a taller one, for those who try it on a smaller one."""
 
@@ -56,12 +59,12 @@ class LeanOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _apply(
-        self, shard: RowShard, grad: Tensor, group: dict[str, Any], state: dict[str, Any], grad_scale: float, key: int
+        self, shard: RowShard, grad: Any, group: dict[str, Any], state: dict[str, Any], grad_scale: float, key: int
     ) -> None:
         """Move the rows of a parameter that are here by ``grad * grad_scale``.
 
-        ``grad``: (rows, cols) as the shard; ``state``: this process's part of every tensor, its step counted; ``key``
-        seeds random bits.
+        ``grad``: (rows, cols) as the shard, a tensor or, where the rule is ``tileable``, a `TiledGradient`; ``state``:
+        this process's part of every tensor, its step counted; ``key`` seeds random bits.
         """
         raise NotImplementedError
 
@@ -77,23 +80,58 @@ class LeanOptimizer(torch.optim.Optimizer):
         ``grad_scale`` in fp32. Temporaries stay under 8 MiB whatever the size of the parameter. Of a DTensor every
         process moves its own rows, and all must call this together.
         """
-        if state:
-            self._check_fits(param, group, state)
-        shard = row_shard(param)
-        if not state:
-            self._allocate(param, group, state, shard)
-            # torch.distributed.checkpoint steps an empty optimizer like this, to learn what its state is made of.
-            if float(group["lr"]) == 0 and not bool(shard.total(squared_norm(local(grad)))):
-                return
+        shard, allocates_only = self._ready(param, group, state)
+        if allocates_only and not bool(shard.total(squared_norm(local(grad)))):
+            return
         state["step"] += 1
         if param.numel():
-            key = stream_key(int(group["seed"]), int(state["step"]), self._position(param))
+            key = self._key(param, group, state)
             here = {name: local(value) for name, value in state.items()} if is_sharded(param) else state
             mine = local(grad)
             matrix = mine.reshape(shard.matrix.shape)
             self._apply(shard, matrix, group, here, grad_scale, key)
             if matrix.data_ptr() != mine.data_ptr():
                 native.run_deferred()  # a copy is not kept until the end
+
+    @torch.no_grad()
+    def update_in_tiles(
+        self, param: Tensor, grad: TiledGradient, group: dict[str, Any], state: dict[str, Any], grad_scale: float = 1.0
+    ) -> None:
+        """:meth:`update` by a gradient that never exists whole, which is walked as often as the rule looks at it.
+
+        That is once for Lomo and AdamW; once, or twice in steps that store the second moment, for TernaryAdamW; three
+        times for AdaLomo. Rows of ``param`` are written while the last walk goes on, and no row before ``grad`` has
+        given it: what makes the gradient may read the rows to come. Temporaries are those of :meth:`update`.
+
+        ``param``: a matrix that is wholly here. ``grad``: finite (the caller checks).
+        Raises InvalidTypeError for another parameter, or a rule that needs whole gradients (``tileable`` is False).
+        """
+        if not self.tileable or is_sharded(param) or param.dim() != 2:
+            raise InvalidTypeError(
+                f"{type(self).__name__} cannot update a parameter of shape {tuple(param.shape)} in tiles: that is for "
+                "unsharded matrices, and for rules that need no whole gradient. Call update() with the whole gradient."
+            )
+        shard, allocates_only = self._ready(param, group, state)
+        if allocates_only and not bool(squared_norm(grad)):
+            return
+        state["step"] += 1
+        if param.numel():
+            self._apply(shard, grad, group, state, grad_scale, self._key(param, group, state))
+
+    def _ready(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> tuple[RowShard, bool]:
+        """(the rows that are here, their state checked or allocated; whether that is all to do if the gradient is 0).
+
+        torch.distributed.checkpoint steps an empty optimizer with lr 0 to learn what its state is made of.
+        """
+        if state:
+            self._check_fits(param, group, state)
+            return row_shard(param), False
+        shard = row_shard(param)
+        self._allocate(param, group, state, shard)
+        return shard, float(group["lr"]) == 0
+
+    def _key(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> int:
+        return stream_key(int(group["seed"]), int(state["step"]), self._position(param))
 
     def _allocate(self, param: Tensor, group: dict[str, Any], state: dict[str, Any], shard: RowShard) -> None:
         state["step"] = torch.zeros((), dtype=torch.int64)
@@ -164,9 +202,9 @@ class LeanOptimizer(torch.optim.Optimizer):
             if norm is None or not math.isfinite(norm):
                 self.check_gradient(param, param.grad, index, place)
 
-    def check_gradient(self, param: Tensor, grad: Tensor, group_index: int, place: int) -> float:
+    def check_gradient(self, param: Tensor, grad: Gradient, group_index: int, place: int) -> float:
         """Refuse a gradient that cannot be applied; returns its squared norm."""
-        if grad.layout != torch.strided:
+        if isinstance(grad, Tensor) and grad.layout != torch.strided:
             raise InvalidTypeError(
                 f"{self.name_of(group_index, place)} has a sparse gradient ({grad.layout}), which "
                 f"{type(self).__name__} does not take. Build the embedding with sparse=False."

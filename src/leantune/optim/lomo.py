@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from leantune.codec.tiles import tiles
 from leantune.optim.base import LeanOptimizer
+from leantune.optim.gradient import Gradient, gradient_tiles
 from leantune.optim.report import StateLayout
 from leantune.optim.row_shard import RowShard
 from leantune.optim.weights import WeightMatrix
@@ -42,11 +42,10 @@ class Lomo(LeanOptimizer):
         return StateLayout("none", "Lomo keeps no state", {})
 
     def _apply(
-        self, shard: RowShard, grad: Tensor, group: dict[str, Any], state: dict[str, Any], grad_scale: float, key: int
+        self, shard: RowShard, grad: Gradient, group: dict[str, Any], state: dict[str, Any], grad_scale: float, key: int
     ) -> None:
         weight = WeightMatrix(shard, group["rounding"], None, key)
         lr = float(group["lr"])
-        rows, cols = grad.shape
-        for tile in tiles(rows, cols, column_unit=128):
+        for tile, part in gradient_tiles(grad, column_unit=128):
             values = weight.read(tile).mul_(1 - lr * group["weight_decay"])
-            weight.write(tile, values.sub_(tile.of(grad).float() * grad_scale, alpha=lr))
+            weight.write(tile, values.sub_(part.float() * grad_scale, alpha=lr))

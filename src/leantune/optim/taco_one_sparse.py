@@ -103,6 +103,7 @@ class TacoOneSparse(LeanOptimizer):
 
     structural = ("slots",)
     shardable = False
+    tileable = False
     least_trial_rows = 64
 
     def __init__(

@@ -15,7 +15,7 @@ over any run at constant lr, so quantisation errors never accumulate, whatever t
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,12 +25,13 @@ from leantune.codec.column_factors import ColumnFactors
 from leantune.codec.counter_hash import low_fraction, random_bits, splitmix64, stream_key
 from leantune.codec.low_rank import initial_basis, next_basis
 from leantune.codec.ternary_state import REPLICATED, TernaryState, by_rows, tensor_specs
-from leantune.codec.tiles import TILE_ELEMENTS, BlockGrid, Tile, matrix_shape, tiles
+from leantune.codec.tiles import TILE_ELEMENTS, BlockGrid, Tile, matrix_shape
 from leantune.codec.trits import TRITS_PER_BYTE
 from leantune.errors import InvalidArgumentError
 from leantune.kernels import gpu, native
 from leantune.optim.base import LeanOptimizer, check_betas, check_common
 from leantune.optim.conversion import to_own_format, to_torch_adamw
+from leantune.optim.gradient import Gradient, TiledGradient, gradient_rows, gradient_tiles
 from leantune.optim.report import StateLayout
 from leantune.optim.row_shard import RowShard, is_sharded, row_shard
 from leantune.optim.sampling import Sampling, every_step, sampling
@@ -189,7 +190,7 @@ class TernaryAdamW(LeanOptimizer):
         super().load_state_dict(to_own_format(self, state_dict, convert))
 
     def _apply(
-        self, shard: RowShard, grad: Tensor, group: dict[str, Any], state: dict[str, Any], grad_scale: float, key: int
+        self, shard: RowShard, grad: Gradient, group: dict[str, Any], state: dict[str, Any], grad_scale: float, key: int
     ) -> None:
         state = by_rows(state, shard.shape)
         weight = WeightMatrix(shard, group["rounding"], state.get("weight_remainder"), key)
@@ -221,6 +222,25 @@ def _whole_update(
     if not native.takes(matrix, grad, block if ternary else 16):
         return None
     return native.WholeUpdate(matrix, by_rows(state, tuple(param.shape)), block)
+
+
+def _cut(weight: Tensor, tensors: dict[str, Any], top: int, rows: int) -> tuple[Tensor, dict[str, Any]]:
+    """Some rows of a matrix and of its state; what belongs to the columns stays whole."""
+    if rows == weight.shape[0]:
+        return weight, tensors
+    here = {
+        name: value if name == "step" or name in REPLICATED else value[top : top + rows]
+        for name, value in tensors.items()
+    }
+    return weight[top : top + rows], here
+
+
+def _sum(parts: Iterable[Any]) -> Any:
+    """The parts added up in their order, into the first of them; None where they are None."""
+    total = None
+    for part in parts:
+        total = part if total is None or part is None else total.add_(part)
+    return total
 
 
 class _Numbers:
@@ -262,37 +282,41 @@ class _Step(_Numbers):
         self.key = key
         self.shard = shard
 
-    def exact(self, weight: WeightMatrix, grad: Tensor, momentum: Tensor, variance: Tensor) -> None:
+    def exact(self, weight: WeightMatrix, grad: Gradient, momentum: Tensor, variance: Tensor) -> None:
         """fp32 states of the weight's (rows, cols): nothing is dropped, so the step is u."""
-        rows, cols = grad.shape
-        for tile in tiles(rows, cols, column_unit=self.block_size):
-            g = self._gradient(grad, tile)
+        for tile, part in gradient_tiles(grad, column_unit=self.block_size):
+            g = self._scaled(part)
             _, u, v = self._rule(g, tile.of(momentum), tile.of(variance).clone(), self.every_step)
             tile.of(momentum).copy_(u)
             tile.of(variance).copy_(v)
             self._move(weight, tile, u, None)
 
-    def exact_compiled(self, weight: WeightMatrix, grad: Tensor, tensors: dict[str, Any]) -> None:
+    def exact_compiled(self, weight: WeightMatrix, grad: Gradient, tensors: dict[str, Any]) -> None:
         """The same as :meth:`exact`, in the CPU kernel."""
-        whole = native.WholeUpdate(weight.matrix, tensors, weight.block_size, self.shard.first_row)
-        whole.run(weight.matrix, grad, tensors, self.key, None, **self.for_kernels(self.every_step, weight.stochastic))
+        rule = self.for_kernels(self.every_step, weight.stochastic)
+        for top, part in gradient_rows(grad):
+            matrix, here = _cut(weight.matrix, tensors, top, part.shape[0])
+            whole = native.WholeUpdate(matrix, here, weight.block_size, self.shard.first_row + top)
+            whole.run(matrix, part, here, self.key, None, **rule)
+            if isinstance(grad, TiledGradient):
+                native.run_deferred()  # the next tile takes this one's memory
 
-    def ternary(self, weight: WeightMatrix, grad: Tensor, state: TernaryState) -> None:
+    def ternary(self, weight: WeightMatrix, grad: Gradient, state: TernaryState) -> None:
         """A tile at a time: decode it, apply the rule, encode it, move the weights."""
-        walk = list(tiles(grad.shape[0], grad.shape[1], column_unit=TRITS_PER_BYTE * self.block_size))
-        grids = {cols: BlockGrid(cols, self.block_size, grad.device) for cols in {tile.cols for tile in walk}}
-        means = self._column_means(state, lambda: self._square_sums(grad, walk))
+        unit, device = TRITS_PER_BYTE * self.block_size, weight.matrix.device
+        grid_of = functools.cache(lambda cols: BlockGrid(cols, self.block_size, device))
+        means = self._column_means(state, lambda: self._square_sums(grad, unit, device))
         factors = ColumnFactors(means)
         basis, projector = self._bases(state, factors.live)
         products = None
         if projector is not None and self.refresh:
             products = torch.zeros_like(projector, dtype=torch.float32)
-        for tile in walk:
-            grid = grids[tile.cols]
+        for tile, part in gradient_tiles(grad, unit):
+            grid = grid_of(tile.cols)
             top, first = self.shard.first_row + tile.top, tile.left // self.block_size
-            bits = random_bits(self.key, top, tile.rows, first, grid.blocks, self.block_size, grad.device)
+            bits = random_bits(self.key, top, tile.rows, first, grid.blocks, self.block_size, device)
             v, x = state.variance(tile, grid)
-            _, u, v = self._rule(grid.split(self._gradient(grad, tile)), state.momentum(tile, grid), v, self.sampling)
+            _, u, v = self._rule(grid.split(self._scaled(part)), state.momentum(tile, grid), v, self.sampling)
             state.write_variance(tile, grid, v, x, low_fraction(bits), factors, only_empty=not self.sampling.stored)
             carry = None
             if projector is not None:
@@ -308,28 +332,33 @@ class _Step(_Numbers):
         self,
         kernel: type[native.TernaryCall] | type[gpu.TernaryCall],
         weight: WeightMatrix,
-        grad: Tensor,
+        grad: Gradient,
         tensors: dict[str, Any],
         state: TernaryState,
     ) -> None:
         """The same as :meth:`ternary`, in the kernel of this device, which takes the state's ``tensors`` as they
         are."""
         block, rule = self.block_size, self.for_kernels(self.sampling, weight.stochastic)
-        if kernel is native.TernaryCall and not self.shard.groups:
+        if kernel is native.TernaryCall and not self.shard.groups and isinstance(grad, Tensor):
             whole = native.WholeUpdate(weight.matrix, tensors, block)
             whole.run(weight.matrix, grad, tensors, self.key, self._basis(state), **rule)
             return
-        call = kernel(weight.matrix, grad, tensors, block, self.key, self.shard.first_row, **rule)
-        means = self._column_means(state, call.square_sums)
-        basis, projector = self._bases(state, (means > 0).float())
-        products = call.step(means, projector)
-        state.write_columns(means, self._carry_columns(basis, projector, products, call.next_basis))
 
-    def _square_sums(self, grad: Tensor, walk: list[Tile]) -> Tensor:
+        def calls() -> Iterator[native.TernaryCall | gpu.TernaryCall]:
+            for top, part in gradient_rows(grad):
+                matrix, here = _cut(weight.matrix, tensors, top, part.shape[0])
+                yield kernel(matrix, part, here, block, self.key, self.shard.first_row + top, **rule)
+
+        means = self._column_means(state, lambda: _sum(call.square_sums() for call in calls()))
+        basis, projector = self._bases(state, (means > 0).float())
+        products = _sum(call.step(means, projector) for call in calls())
+        state.write_columns(means, self._carry_columns(basis, projector, products, kernel.next_basis))
+
+    def _square_sums(self, grad: Gradient, unit: int, device: torch.device) -> Tensor:
         """Sums of g^2 over the rows that are here, fp64 (cols,)."""
-        sums = torch.zeros(grad.shape[1], dtype=torch.float64, device=grad.device)
-        for tile in walk:
-            sums[tile.left : tile.right] += self._gradient(grad, tile).square().sum(dim=0, dtype=torch.float64)
+        sums = torch.zeros(grad.shape[1], dtype=torch.float64, device=device)
+        for tile, part in gradient_tiles(grad, unit):
+            sums[tile.left : tile.right] += self._scaled(part).square().sum(dim=0, dtype=torch.float64)
         return sums
 
     def _column_means(self, state: TernaryState, square_sums: Callable[[], Tensor]) -> Tensor:
@@ -367,8 +396,8 @@ class _Step(_Numbers):
             return None
         return projector, basis if products is None else next_basis(self.shard.total(products), basis)
 
-    def _gradient(self, grad: Tensor, tile: Tile) -> Tensor:
-        return tile.of(grad).float() if self.grad_scale == 1.0 else tile.of(grad).float() * self.grad_scale
+    def _scaled(self, part: Tensor) -> Tensor:
+        return part.float() if self.grad_scale == 1.0 else part.float() * self.grad_scale
 
     def _rule(
         self, grad: Tensor, momentum: Tensor, variance: Tensor, sampling: Sampling
