@@ -147,10 +147,12 @@ ROWS = (
 
 def walk(graph: str, model: nn.Module, fused: bool, states: int, batch: int, length: int) -> MemoryTimeline:
     """One step on fake tensors, every parameter trained. ``states``: bytes, held throughout."""
+    updated = frozenset(map(id, model.parameters()))
     step = TracedStep(
         loss=GRAPHS[graph][1],
         batch=token_batch(batch, length, torch.device("cpu")),
-        updated=frozenset(map(id, model.parameters())),
+        updated=updated,
+        in_tiles=updated,
         fused=fused,
         two_passes=False,
         micro_batches=1,

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import leantune as lt
 from leantune.errors import BackwardError, ConfigError, NonFiniteError
+from leantune.training.attach import Attached
 from leantune.training.checkpoints import checkpoints
 from leantune.training.log import RunLog
 from leantune.training.moved import MovedShare
@@ -224,16 +225,16 @@ def test_an_untied_heads_gradient_comes_in_tiles_and_the_first_step_knows_it(
     model.save_pretrained(tmp_path / "untied")
     for file in Path(tiny_model_path).glob("token*"):
         (tmp_path / "untied" / file.name).write_bytes(file.read_bytes())
-    used = []
-    built = LeanTrainer._fused_backward
+    reports = []
+    run = Attached._backward
 
-    def watched(self: LeanTrainer) -> lt.FusedBackward:
-        used.append(built(self))
-        return used[-1]
+    def watched(self: Attached, loss: torch.Tensor, **options: object) -> None:
+        run(self, loss, **options)
+        reports.append(self.fused.report())
 
-    monkeypatch.setattr(LeanTrainer, "_fused_backward", watched)
+    monkeypatch.setattr(Attached, "_backward", watched)
     values = {"max_steps": 3, "eval_split": None, "optim": "ternary_adamw", **more}
     result = train(config(str(tmp_path / "untied"), rows, tmp_path / "out", **values), console=QUIET)
     assert len([row for row in result.log if "loss" in row]) == 3
-    report = used[-1].report()
+    report = reports[-1]
     assert report.startswith("lm_head.weight") and ("accumulated" if more else "in tiles") in report

@@ -156,6 +156,7 @@ class MemoryTracker(TorchDispatchMode):
         self._handles.clear()
         for optimizer in self._wrapped:
             del optimizer.update
+            vars(optimizer).pop("update_in_tiles", None)
         self._wrapped.clear()
         self._references.clear()
         self._living.clear()
@@ -173,6 +174,8 @@ class MemoryTracker(TorchDispatchMode):
                 tracked = functools.partial(self._update, optimizer.update, optimizer)  # type: ignore[attr-defined]
                 optimizer.update = tracked  # type: ignore[attr-defined]
                 self._wrapped.append(optimizer)
+            if hasattr(optimizer, "update_in_tiles") and "update_in_tiles" not in vars(optimizer):
+                optimizer.update_in_tiles = functools.partial(self._update_in_tiles, optimizer.update_in_tiles)
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
@@ -370,6 +373,13 @@ class MemoryTracker(TorchDispatchMode):
         finally:
             self._updating -= 1
         return result
+
+    def _update_in_tiles(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._updating += 1
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._updating -= 1
 
     # -- by hand ------------------------------------------------------------------------------------------------------
 

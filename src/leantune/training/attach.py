@@ -102,6 +102,8 @@ class Attached(TrainerCallback):
         self.accumulate = accumulate
         self.loss_scale = loss_scale
         self.process_group = process_group
+        self.probes_loss = True
+        """Whether the first step finds out that the loss can be run backward twice, where that is needed."""
         self._trainer: Any = trainer
         self._optimizer: LeanOptimizer | None = None
         self._before: tuple[Any, Any] = (trainer.optimizer, trainer.optimizer_cls_and_kwargs)
@@ -205,7 +207,7 @@ class Attached(TrainerCallback):
             self.loss_scale,
             self.process_group,
         )
-        self._first, self._probed = True, False
+        self._first, self._probed = True, not self.probes_loss
         self._undo_training += [
             _replaced(trainer.accelerator, "backward", self._backward),
             _replaced(trainer.accelerator, "clip_grad_norm_", _clip_nothing),

@@ -37,6 +37,8 @@ class LeanTrainer(SFTTrainer):
         self.attached = (
             attach(self, clip=lean.clip_mode, max_grad_norm=bound, accumulate=lean.accumulate) if lean.fused else None
         )
+        if self.attached is not None:
+            self.attached.probes_loss = False  # both losses below can be run backward twice
 
     def _send_telemetry(self) -> None:
         """TRL reports every trainer that is built to the hub; nothing is sent from here."""
