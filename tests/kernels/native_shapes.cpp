@@ -59,14 +59,16 @@ static void run(int64_t rows, int64_t cols, int rank, int planes, int block, int
 
     const LeantuneTernary *parameters[] = {&t, &t};
     leantune_ternary_squares(&t, squares.data);
-    for (int refresh : {1, 0}) {
-        t.refresh = refresh;
+    for (int kind = 0; kind < 4; kind++) {
+        t.refresh = kind & 1, t.sampled = kind >> 1;
         leantune_ternary_step(&t, products.data);
         leantune_update(parameters, 2);
     }
     t.block = (int)(cols < 128 ? cols : 128);
     t.exact_momentum = exact_momentum.data, t.exact_variance = exact_variance.data;
     leantune_update(parameters, 1);
+    if (weight_dtype) leantune_store(&t, grad_32.data, 0, rows, 0, cols);
+    if (weight_dtype && cols > t.block) leantune_store(&t, grad_32.data, rows - 1, 1, t.block, cols - t.block);
     float sum;
     leantune_sums_of_squares(&t.grad, &t.grad_dtype, &count, 1, 1, &sum);
 }

@@ -1,6 +1,7 @@
 """The C++ kernel of TernaryAdamW makes the decisions of the plain torch rule, whatever the instruction set or thread
 count."""
 
+import contextlib
 import math
 import os
 import shutil
@@ -375,3 +376,24 @@ def test_no_access_outside_an_array(tmp_path: Path) -> None:
     subprocess.run(build, check=True, timeout=300)
     ran = subprocess.run([str(program)], capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stderr[-3000:]
+
+
+@built
+@pytest.mark.parametrize("shape", [(37, 700), (3, 5), (300,), (513, 1025), (70_000, 3)])
+@pytest.mark.parametrize(
+    ("rule", "options"), [(lt.Lomo, {}), (lt.AdaLomo, {}), (lt.AdamW, {}), (lt.AdamW, {"master_bits": 24})]
+)
+def test_stochastic_writes_of_other_rules_equal_the_reference_bit_for_bit(rule, options, shape) -> None:
+    ends = []
+    for reference in (True, False):
+        generator = torch.Generator().manual_seed(1)
+        param = torch.nn.Parameter(torch.randn(shape, generator=generator).bfloat16())
+        optimizer = rule([param], lr=1e-3, **options)
+        for _ in range(2):
+            param.grad = torch.randn(shape, generator=generator).bfloat16()
+            before = param._version
+            with native.reference_rule() if reference else contextlib.nullcontext():
+                optimizer.step()
+            assert param._version > before
+        ends.append([param.detach(), *optimizer.state[param].values()])
+    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-INTERFACE = 5
+INTERFACE = 6
 """The version of native/ternary.h that this module mirrors."""
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _FOLDER = Path(__file__).parent
@@ -69,6 +69,7 @@ def _load() -> tuple[Any, str]:
     library.leantune_ternary_squares.argtypes = [call, arrays]
     library.leantune_ternary_step.argtypes = [call, arrays]
     library.leantune_next_basis.argtypes = [arrays, arrays, size, integer, arrays]
+    library.leantune_store.argtypes = [call, arrays, size, size, size, size]
     library.leantune_sums_of_squares.argtypes = [arrays, arrays, arrays, size, integer, arrays]
     return library, "built"
 
@@ -144,6 +145,38 @@ def squared_norms(arrays: Sequence[Tensor]) -> list[float | None]:
         _load()[0].leantune_sums_of_squares(addresses, dtypes, sizes, count, torch.get_num_threads(), sums)
     found = {id(array): sums[place] for place, array in enumerate(taken)}
     return [found.get(id(array)) for array in arrays]
+
+
+def stores(weight: Tensor, values: Tensor) -> bool:
+    """Whether :func:`store` can write this weight: bf16 on the CPU, from contiguous fp32 values."""
+    return (
+        _enabled
+        and weight.device.type == "cpu"
+        and weight.dtype is torch.bfloat16
+        and values.dtype is torch.float32
+        and values.is_contiguous()
+        and _load()[0] is not None
+    )
+
+
+def store(
+    weight: Tensor,
+    remainder: Tensor | None,
+    values: Tensor,
+    place: tuple[int, int],
+    key: int,
+    first_row: int,
+    block_size: int,
+) -> None:
+    """Write ``values``, fp32 (rows, cols), into the bf16 ``weight`` from row and column ``place`` on, rounded
+    stochastically as WeightMatrix.write rounds. ``remainder``: int8, of 24-bit weights; ``block_size``: elements of a
+    row that share a ``key`` of random bits, of which the column is a multiple; ``first_row``: index of row 0 in the
+    whole parameter."""
+    call = _Call(cols=weight.shape[1], first_row=first_row, key=key, block=block_size, threads=torch.get_num_threads())
+    call.weight, call.remainder = weight.data_ptr(), None if remainder is None else remainder.data_ptr()
+    rows, cols = values.shape
+    _load()[0].leantune_store(ctypes.byref(call), values.data_ptr(), place[0], rows, place[1], cols)
+    torch.autograd.graph.increment_version([weight] if remainder is None else [weight, remainder])
 
 
 def note_written(weight: Tensor, state: dict[str, Any]) -> None:

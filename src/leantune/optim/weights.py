@@ -6,6 +6,7 @@ from torch import Tensor
 from leantune.codec.counter_hash import bits_at, high_half, random_bits
 from leantune.codec.rounding import join_24, round_stochastic_, split_24
 from leantune.codec.tiles import Tile, matrix_shape, row_dimensions
+from leantune.kernels import native
 from leantune.optim.row_shard import RowShard
 
 
@@ -33,6 +34,10 @@ class WeightMatrix:
 
     def write(self, tile: Tile, values: Tensor, bits: Tensor | None = None) -> None:
         """Store fp32 ``values`` (overwritten). ``bits``: int32 random bits of the tile, drawn here where None."""
+        if self.stochastic and bits is None and native.stores(self.matrix, values):
+            place = tile.top, tile.left
+            native.store(self.matrix, self._remainder, values, place, self._key, self.first_row, self.block_size)
+            return
         part = tile.of(self.matrix)
         noise = self._noise(tile, bits) if self.stochastic else None
         if self._remainder is not None:

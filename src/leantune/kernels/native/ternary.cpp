@@ -89,16 +89,17 @@ struct Variant {
     void (*step)(const LeantuneTernary *, float *, int64_t, int);
     void (*step_in_order)(const LeantuneTernary *, float *, int64_t, int);
     void (*exact)(const LeantuneTernary *, int64_t, int64_t);
+    void (*store)(const LeantuneTernary *, const float *, int64_t, int64_t, int64_t, int64_t);
     void (*next_basis)(const float *, const uint16_t *, int64_t, int, uint16_t *);
     double (*sum_of_squares)(const void *, int, int64_t, int64_t);
 };
 
 static const Variant VARIANTS[] = {
 #ifdef LEANTUNE_X86
-    {"avx512", avx512::square_rows, avx512::step, avx512::step_in_order, avx512::exact_rows, avx512::next_basis, avx512::sum_of_squares},
-    {"avx2", avx2::square_rows, avx2::step, avx2::step_in_order, avx2::exact_rows, avx2::next_basis, avx2::sum_of_squares},
+    {"avx512", avx512::square_rows, avx512::step, avx512::step_in_order, avx512::exact_rows, avx512::store_rows, avx512::next_basis, avx512::sum_of_squares},
+    {"avx2", avx2::square_rows, avx2::step, avx2::step_in_order, avx2::exact_rows, avx2::store_rows, avx2::next_basis, avx2::sum_of_squares},
 #endif
-    {"portable", portable::square_rows, portable::step, portable::step_in_order, portable::exact_rows, portable::next_basis, portable::sum_of_squares},
+    {"portable", portable::square_rows, portable::step, portable::step_in_order, portable::exact_rows, portable::store_rows, portable::next_basis, portable::sum_of_squares},
 };
 
 static bool runs_here(const char *name) {
@@ -247,6 +248,16 @@ void leantune_update(const LeantuneTernary *const *parameters, int64_t count) {
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
     for (int64_t i = 0; i < count; i++)
         if (small(parameters[i])) update(*parameters[i], 1);
+}
+
+void leantune_store(const LeantuneTernary *t, const float *values, int64_t top, int64_t rows, int64_t left, int64_t cols) {
+    const Variant *variant = chosen;
+    const int64_t height = cols >= 16384 ? 1 : 16384 / cols, pieces = (rows + height - 1) / height;
+#pragma omp parallel for num_threads(t->threads) if (pieces > 1 && t->threads > 1)
+    for (int64_t piece = 0; piece < pieces; piece++) {
+        const int64_t first = piece * height, count = rows - first < height ? rows - first : height;
+        variant->store(t, values + first * cols, top + first, count, left, cols);
+    }
 }
 
 void leantune_sums_of_squares(const void *const *arrays, const int32_t *dtypes, const int64_t *sizes, int64_t count,

@@ -2,7 +2,7 @@
 #pragma once
 #include <stdint.h>
 
-#define LEANTUNE_INTERFACE 5
+#define LEANTUNE_INTERFACE 6
 
 enum { LEANTUNE_FLOAT32 = 0, LEANTUNE_BFLOAT16 = 1 };
 
@@ -58,6 +58,9 @@ void leantune_ternary_squares(const LeantuneTernary *t, double *columns);
 void leantune_ternary_step(const LeantuneTernary *t, float *products);
 /* V for the next step, bf16 (cols, rank): Y + shift V orthonormalised; `products`: Y, fp32 (rank, cols). */
 void leantune_next_basis(const float *products, const uint16_t *basis, int64_t cols, int rank, uint16_t *out);
+/* fp32 `values` (rows, cols) become weights from row `top` and column `left` (a multiple of `block`) on, rounded
+   stochastically; of `t`, cols, first_row, key, block, threads, weight (bf16) and remainder are read. */
+void leantune_store(const LeantuneTernary *t, const float *values, int64_t top, int64_t rows, int64_t left, int64_t cols);
 /* For each of `count` arrays the sum of its squares: NaN or Inf where an element is, or where it overflows a float. */
 void leantune_sums_of_squares(const void *const *arrays, const int32_t *dtypes, const int64_t *sizes, int64_t count,
                               int threads, float *sums);

@@ -915,6 +915,25 @@ static void exact_rows(const LeantuneTernary *t, int64_t top, int64_t bottom) {
     }
 }
 
+// `values` (rows, cols) become the weights of as many rows and columns from (top, left) on, rounded stochastically; left
+// is a multiple of t->block. A weight has 16 bits, or 24 with its remainder.
+static void store_rows(const LeantuneTernary *t, const float *values, int64_t top, int64_t rows, int64_t left, int64_t cols) {
+    std::vector<uint32_t> bits((size_t)(t->block + 15) / 16 * 8 + 16);
+    for (int64_t r = 0; r < rows; r++) {
+        const uint64_t key = row_key(t, top + r);
+        for (int64_t i = 0; i < cols; i += t->block) {
+            const int n = (int)(cols - i < t->block ? cols - i : t->block);
+            const int64_t offset = (top + r) * t->cols + left + i;
+            const uint32_t *pattern = (const uint32_t *)(values + r * cols + i);
+            random_words(seed_of(key, (left + i) / t->block), (n + 15) / 16 * 16, bits.data());
+            if (t->remainder)
+                store_24(pattern, bits.data(), 0xFF, 0, (uint16_t *)t->weight + offset, t->remainder + offset, n);
+            else
+                store_bf16(pattern, bits.data(), (uint16_t *)t->weight + offset, n);
+        }
+    }
+}
+
 // columns += g^2 of R rows.
 template <int R, class Element>
 static void square_rows(const LeantuneTernary *t, const Element *grad, double *__restrict columns) {
