@@ -152,9 +152,38 @@ class _Walks:
             )
 
     def _walk(self, room: Callable[[slice], Tensor | None]) -> Iterator[tuple[slice, Tensor | None]]:
+        """Give (vocabulary entries, dloss/dweight of them). The first walk adds dloss/dhidden and dloss/dbias to the
+        totals, which are complete at its end.
+
+        ``room`` is memory for a tile's gradient, wide (t, H), to be overwritten, or None where none is wanted. A tile
+        is given only after its part of the hidden states' gradient is made, and its rows of the weight are not read
+        again: they may be updated. The factor (one number, wide) is multiplied in last: the logits' gradients stay in
+        [-1, 1], where 16-bit operands do not underflow.
+        """
         first, self._began = not self._began, True
-        totals = self._totals if first else (None, None)
-        yield from _gradients(self._tiles, *self._given, *totals, room)
+        hidden_total, bias_total = self._totals if first else (None, None)
+        tiles, (labels, logsumexp, softcap, factor) = self._tiles, self._given
+        for entries, weight, bias in tiles.vocabulary_tiles():
+            tile = room(entries)
+            if tile is not None and not tiles.token_slices:
+                tile.zero_()
+            for tokens, rows in tiles.token_tiles():
+                slope = _logit_gradient(tiles, rows, weight, bias, labels[tokens], entries, logsumexp[tokens], softcap)
+                if bias_total is not None:
+                    bias_total[entries] += slope.sum(0)
+                slope = slope.to(tiles.product_dtype)
+                if hidden_total is not None:
+                    tiles.add_product(hidden_total[tokens], slope, weight)
+                if tile is not None:
+                    tiles.add_product(tile, slope.t(), rows, fresh=tokens.start == 0)
+                del slope
+            if tile is not None and tiles.token_slices:
+                tile.mul_(factor)
+            yield entries, tile
+        if tiles.token_slices:
+            for total in (hidden_total, bias_total):
+                if total is not None:
+                    total.mul_(factor)
         self._complete = self._complete or first
 
     def _scratch(self) -> Callable[[slice], Tensor]:
@@ -198,47 +227,6 @@ def _logsumexp(tiles: LogitTiles, labels: Tensor, softcap: float | None) -> tupl
             total[tokens] = total[tokens] * (before - base).exp() + added
             top[tokens] = highest
     return top + total.log(), picked
-
-
-def _gradients(
-    tiles: LogitTiles,
-    labels: Tensor,
-    logsumexp: Tensor,
-    softcap: float | None,
-    factor: Tensor,
-    hidden_total: Tensor | None,
-    bias_total: Tensor | None,
-    room: Callable[[slice], Tensor | None],
-) -> Iterator[tuple[slice, Tensor | None]]:
-    """Give (vocabulary entries, dloss/dweight of them) and add dloss/dhidden and dloss/dbias to the totals, which are
-    complete at the end.
-
-    ``room`` is memory for a tile's gradient, wide (t, H), to be overwritten, or None where none is wanted. A tile is
-    given only after its part of the hidden states' gradient is made, and its rows of the weight are not read again:
-    they may be updated. ``factor`` (one number, wide) is multiplied in last: the logits' gradients stay in [-1, 1],
-    where 16-bit operands do not underflow.
-    """
-    for entries, weight, bias in tiles.vocabulary_tiles():
-        tile = room(entries)
-        if tile is not None and not tiles.token_slices:
-            tile.zero_()
-        for tokens, rows in tiles.token_tiles():
-            slope = _logit_gradient(tiles, rows, weight, bias, labels[tokens], entries, logsumexp[tokens], softcap)
-            if bias_total is not None:
-                bias_total[entries] += slope.sum(0)
-            slope = slope.to(tiles.product_dtype)
-            if hidden_total is not None:
-                tiles.add_product(hidden_total[tokens], slope, weight)
-            if tile is not None:
-                tiles.add_product(tile, slope.t(), rows, fresh=tokens.start == 0)
-            del slope
-        if tile is not None and tiles.token_slices:
-            tile.mul_(factor)
-        yield entries, tile
-    if tiles.token_slices:
-        for total in (hidden_total, bias_total):
-            if total is not None:
-                total.mul_(factor)
 
 
 def _logit_gradient(

@@ -9,7 +9,7 @@ length.
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -185,16 +185,8 @@ def plan_run(
     step = TracedStep(
         loss=function,
         batch=batch,
-        updated=frozenset(
-            id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
-        ),
-        in_tiles=frozenset(
-            id(p)
-            for optimizer in optimizers
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if getattr(optimizer, "tileable", False)
-        ),
+        updated=_trained_by(optimizers),
+        in_tiles=_trained_by(optimizer for optimizer in optimizers if getattr(optimizer, "tileable", False)),
         fused=fused,
         two_passes=fused and clip == "global",
         micro_batches=micro_batches,
@@ -227,6 +219,11 @@ def plan_run(
         notes=tuple(_notes(model, optimizers, cost, padded, fused)),
         seconds=round(time.perf_counter() - began, 3),
     )
+
+
+def _trained_by(optimizers: Iterable[torch.optim.Optimizer]) -> frozenset[int]:
+    """ids of their parameters."""
+    return frozenset(id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
 
 
 def _check(model: nn.Module, batch_size: int, length: int, micro_batches: int) -> Tensor:

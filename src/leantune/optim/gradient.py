@@ -117,6 +117,10 @@ def squared_norm(grad: Gradient) -> Tensor:
     in_kernel = native.squared_norms([grad])[0]
     if in_kernel is not None:
         return torch.tensor(in_kernel, dtype=torch.float32, device="cpu")
+    return _in_torch(grad)
+
+
+def _in_torch(grad: Tensor) -> Tensor:
     if grad.numel() <= NORM_CHUNK:
         return _chunk_norm(grad)
     if not grad.is_contiguous():
@@ -134,7 +138,7 @@ def whole_squared_norm(param: Tensor, grad: Gradient) -> float:
     if is_sharded(param):
         return float(row_shard(param).total(squared_norm(local(grad))).item())
     in_kernel = native.squared_norms([grad])[0]
-    return float(squared_norm(grad).item()) if in_kernel is None else in_kernel
+    return float(_in_torch(grad).item()) if in_kernel is None else in_kernel
 
 
 def _chunk_norm(chunk: Tensor) -> Tensor:

@@ -216,11 +216,11 @@ def _whole_update(
     """The CPU kernel's update of a parameter that is wholly here and has a state; None where something else runs."""
     if is_sharded(param) or not state or not param.numel():
         return None
-    matrix = row_shard(param).matrix
     ternary = "momentum_trits" in state
-    block = int(group["block_size"]) if ternary else bits_block(matrix.shape[1])
-    if not native.takes(matrix, grad, block if ternary else 16):
+    if not native.takes(param, grad, group["block_size"] if ternary else 16):
         return None
+    matrix = row_shard(param).matrix
+    block = int(group["block_size"]) if ternary else bits_block(matrix.shape[1])
     return native.WholeUpdate(matrix, by_rows(state, tuple(param.shape)), block)
 
 
