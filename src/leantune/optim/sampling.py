@@ -13,7 +13,7 @@ import functools
 from typing import NamedTuple
 
 SAMPLES = 32
-LONGEST_INTERVAL = 4
+LONGEST_INTERVAL = 8
 
 
 class Sampling(NamedTuple):

@@ -9,7 +9,7 @@ The rule is LaProp (Ziyin et al. 2020: momentum of normalised gradients) with si
     step = (u - beta1 u_q) / (1 - beta1)
     w    = w (1 - lr weight_decay) - lr step
 
-v is stored at every fourth step in the long run (leantune/optim/sampling.py). With exact storage u_q = u and step = u:
+v is stored at every eighth step in the long run (leantune/optim/sampling.py). With exact storage u_q = u and step = u:
 that is ``states="exact"``. Otherwise sum(step) = sum(n) - beta1/(1-beta1) u_q
 over any run at constant lr, so quantisation errors never accumulate, whatever the quantiser.
 """
