@@ -4,9 +4,9 @@ the low-bit optimizers that run on a CPU.
     python benchmarks/update_speed.py [--layers 30] [--rounds 7] [--threads 2]
 
 Parameters have the shapes of SmolLM2-135M (``--layers`` of its 30). torch AdamW(fused=True) keeps float32 weights,
-gradients and states; all others have bfloat16 weights and gradients. All sides run in one process, eight steps of each
-a round (TernaryAdamW's steps come in eights, of unequal cost), so that noise of the machine meets all alike; sides that
-take seconds do one step, and sit out all but three rounds. TernaryAdamW is timed as it runs from its step 256 on, and
+gradients and states; all others have bfloat16 weights and gradients. All sides run in one process, four steps of each a
+round (TernaryAdamW's steps come in fours, of unequal cost), so that noise of the machine meets all alike; sides that
+take seconds do one step, and sit out all but three rounds. TernaryAdamW is timed as it runs from its step 128 on, and
 once as it runs before its step 64, when it stores its second moment at every step. Each row of
 results/update_speed.csv is a median over the rounds with its quartiles, and the ratio to torch's fused AdamW is the
 median of the rounds' own ratios. ``bytes_moved``: what a step must read and write at least once, a parameter;
@@ -34,7 +34,7 @@ COLUMNS = (
 FUSED = "torch AdamW fused, fp32"
 STREAM = "x += 1 on 1 GiB"
 SLOW_ROUNDS = 3
-STEPS = 8
+STEPS = 4
 EARLY = "TernaryAdamW, its first 63 steps"
 LATE = 1000
 """The step that the others are taken to."""
@@ -75,7 +75,7 @@ def sides(layers: int) -> dict[str, Side]:
         if name != EARLY:
             age(optimizer)
         # The gradient is read to see whether it is finite, for the step and, where v is stored, for sums over its rows.
-        reads = 3.0 if name == EARLY else 2.125
+        reads = 3.0 if name == EARLY else 2.25
         made[name] = Side(optimizer.step, reads * 2 + 2 * 2 + 2 * optimizer.report().state_bytes / count)
     reference = lt.TernaryAdamW(parameters(layers, torch.bfloat16))
     age(reference)

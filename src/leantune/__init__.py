@@ -15,6 +15,7 @@ _HOMES = {
     "TacoOneSparse": "leantune.optim.taco_one_sparse",
     "AdamW": "leantune.optim.adamw",
     "FusedBackward": "leantune.backward.fused",
+    "replicate": "leantune.backward.reduction",
     "LossScale": "leantune.backward.scaling",
     "apply_velora": "leantune.activations.velora.apply",
     "linear_cross_entropy": "leantune.activations.loss",

@@ -120,7 +120,8 @@ def accumulation() -> None:
 
 
 def wrapped_in_ddp() -> None:
-    """DistributedDataParallel's own reduction is off; the step is that of the lean path, bit for bit."""
+    """DistributedDataParallel's own reduction is off; the step is that of the lean path, bit for bit. Its buckets, as
+    large as all gradients, are told."""
     ends = []
     for wrap in (False, True):
         model = Experts()
@@ -132,7 +133,31 @@ def wrapped_in_ddp() -> None:
             optimizer.step()
         same_everywhere(model)
         ends.append(flat(model))
+        held = f"keeps {sum(param.nbytes for param in model.parameters()):,} bytes of buckets"
+        assert (held in fused.report()) == wrap
     assert torch.equal(*ends)
+
+
+def replicated() -> None:
+    """Every process ends with process 0's parameters and buffers; a model of another shape is told before."""
+    model = Experts()
+    model.register_buffer("seen", torch.full((3,), float(dist.get_rank())))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(dist.get_rank())
+    mine = flat(model)
+    assert lt.replicate(model) is model
+    same_everywhere(model)
+    assert torch.equal(model.seen, torch.zeros(3)) and torch.equal(mine, flat(model)) == (dist.get_rank() == 0)
+    other = nn.Linear(4, 5 if dist.get_rank() == 1 else 4)
+    before = flat(other)
+    try:
+        lt.replicate(other)
+    except InvalidArgumentError as error:
+        assert "process 1 holds another model than process 0" in str(error) and "(5, 4)" in str(error)
+    else:
+        raise AssertionError("models of two shapes were taken for one")
+    assert torch.equal(before, flat(other))
 
 
 class Layers(nn.Module):

@@ -10,6 +10,7 @@ CASES = [
     "fifty_steps",
     "accumulation",
     "wrapped_in_ddp",
+    "replicated",
     "fully_sharded",
     "offloaded_and_rounded_sums",
     "scaled_shards",

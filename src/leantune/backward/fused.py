@@ -26,7 +26,7 @@ from leantune.backward.accumulation import Accumulator
 from leantune.backward.clip import clip_factor, combined_norm
 from leantune.backward.graph import reached_by
 from leantune.backward.heads import Heads
-from leantune.backward.reduction import Reducer, replicas
+from leantune.backward.reduction import Reducer, bucket_bytes, replicas
 from leantune.backward.scaling import LossScale
 from leantune.backward.targets import Target, checked_bound, collect
 from leantune.codec.counter_hash import stream_key
@@ -179,8 +179,15 @@ class FusedBackward:
         return param in self._squares
 
     def report(self) -> str:
-        """How the gradient of each output head under `leantune.linear_cross_entropy` was taken by the last backward."""
-        return self._heads.report()
+        """How the gradient of each output head under `leantune.linear_cross_entropy` was taken by the last backward;
+        and the bytes that a DistributedDataParallel around the model keeps for nothing."""
+        lines = [self._heads.report()]
+        if self._wrapped is not None:
+            lines.append(
+                f"DistributedDataParallel keeps {bucket_bytes(self._wrapped):,} bytes of buckets for gradients, which "
+                "its reduction, turned off, does not use; lt.replicate(model) in its place has none"
+            )
+        return "\n".join(lines)
 
     def remove(self) -> None:
         """Take every hook off; the optimizers' ``step()`` is the ordinary one again, and so is

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from leantune.errors import InvalidArgumentError
+from leantune.optim.row_shard import is_sharded
 
 
 class Reducer:
@@ -94,6 +95,47 @@ class Reducer:
         whole = [[*seen, *(place for place in range(len(self._order)) if place not in seen)]]
         dist.broadcast_object_list(whole, src=dist.get_global_rank(self.group, 0), group=self.group)
         self._order = [self._order[place] for place in whole[0]]
+
+
+def replicate(model: nn.Module, process_group: Any = None) -> nn.Module:
+    """Give every process the parameters and buffers of process 0, in place, and return the model.
+
+    What DistributedDataParallel does when it is built, without the buckets it keeps (as many bytes as all gradients):
+    `FusedBackward` averages each gradient itself. ``process_group``: None for all processes; in one process alone
+    nothing is done.
+
+    Raises InvalidArgumentError, nothing changed, where the processes hold models of other names, shapes or dtypes.
+
+        model = lt.replicate(build_model())
+        fused = lt.FusedBackward(optimizer, model=model)
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(process_group) == 1:
+        return model
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    mine = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
+    everybody: list[Any] = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(everybody, mine, group=process_group)
+    for rank, theirs in enumerate(everybody):
+        differing = next((pair for pair in zip(everybody[0], theirs) if pair[0] != pair[1]), None)
+        if differing is not None or len(theirs) != len(everybody[0]):
+            raise InvalidArgumentError(
+                f"process {rank} holds another model than process 0 ({len(theirs)} tensors and {len(everybody[0])}"
+                + (f"; {differing[1]} where process 0 has {differing[0]}" if differing else "")
+                + "): build it from the same config on every process."
+            )
+    if any(is_sharded(tensor) for tensor in tensors.values()):
+        raise InvalidArgumentError("a sharded model (fully_shard) is spread already; replicate is for whole ones.")
+    with torch.no_grad():
+        for tensor in tensors.values():
+            dist.broadcast(tensor.detach(), group_src=0, group=process_group)
+    return model
+
+
+def bucket_bytes(wrapped: nn.parallel.DistributedDataParallel) -> int:
+    """Bytes of the buckets that DistributedDataParallel keeps for gradients, whether it reduces them or not."""
+    left_out = wrapped.parameters_to_ignore
+    named = wrapped.module.named_parameters()
+    return sum(param.nbytes for name, param in named if param.requires_grad and name not in left_out)
 
 
 def replicas(model: nn.Module | None, wanted: Any) -> Any:

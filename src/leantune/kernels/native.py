@@ -22,6 +22,16 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _FOLDER = Path(__file__).parent
 
 
+class _Rule(ctypes.Structure):
+    """The fields of ``LeantuneTernary`` from lr to sampled: the numbers of a step, the same for many parameters."""
+
+    _fields_ = (
+        *((name, ctypes.c_float) for name in ("lr", "decay", "beta1", "rest1", "release", "beta2", "rest2", "bias")),
+        *((name, ctypes.c_float) for name in ("eps", "grad_scale")),
+        *((name, ctypes.c_int32) for name in ("refresh", "sampled")),
+    )
+
+
 class _Call(ctypes.Structure):
     """``LeantuneTernary`` of native/ternary.h, field by field."""
 
@@ -31,9 +41,7 @@ class _Call(ctypes.Structure):
         ("key", ctypes.c_uint64),
         *((name, ctypes.c_int32) for name in ("block", "planes", "rank")),
         *((name, ctypes.c_int32) for name in ("grad_dtype", "weight_dtype", "stochastic", "threads")),
-        *((name, ctypes.c_float) for name in ("lr", "decay", "beta1", "rest1", "release", "beta2", "rest2", "bias")),
-        *((name, ctypes.c_float) for name in ("eps", "grad_scale")),
-        *((name, ctypes.c_int32) for name in ("refresh", "sampled")),
+        ("rule", _Rule),
         ("grad", ctypes.c_void_p),
         ("weight", ctypes.c_void_p),
         ("remainder", ctypes.c_void_p),
@@ -125,17 +133,7 @@ def takes(weight: Tensor, grad: Any, block_size: int) -> bool:
 def squared_norms(arrays: Sequence[Tensor]) -> list[float | None]:
     """The sum of squares of each, NaN or Inf where an element is; None for what the kernel does not take: it takes fp32
     and bf16 on the CPU, contiguous."""
-    ours = _enabled and _load()[0] is not None
-    taken = [
-        array
-        for array in arrays
-        if ours
-        and not hasattr(array, "device_mesh")
-        and array.layout == torch.strided
-        and array.device.type == "cpu"
-        and array.dtype in _DTYPES
-        and array.is_contiguous()
-    ]
+    taken = [array for array in arrays if _takes_norm(array)]
     count = len(taken)
     sums = (ctypes.c_float * count)()
     if taken:
@@ -145,6 +143,29 @@ def squared_norms(arrays: Sequence[Tensor]) -> list[float | None]:
         _load()[0].leantune_sums_of_squares(addresses, dtypes, sizes, count, torch.get_num_threads(), sums)
     found = {id(array): sums[place] for place, array in enumerate(taken)}
     return [found.get(id(array)) for array in arrays]
+
+
+def squared_norm(array: Tensor) -> float | None:
+    """The same of one, without the lists."""
+    if not _takes_norm(array):
+        return None
+    address, dtype = ctypes.c_void_p(array.data_ptr()), ctypes.c_int32(_DTYPES[array.dtype])
+    size, total = ctypes.c_int64(array.numel()), ctypes.c_float()
+    places = (ctypes.byref(address), ctypes.byref(dtype), ctypes.byref(size))
+    _load()[0].leantune_sums_of_squares(*places, 1, torch.get_num_threads(), ctypes.byref(total))
+    return total.value
+
+
+def _takes_norm(array: Tensor) -> bool:
+    return (
+        _enabled
+        and array.dtype in _DTYPES
+        and array.device.type == "cpu"
+        and array.layout == torch.strided
+        and array.is_contiguous()
+        and not hasattr(array, "device_mesh")
+        and _load()[0] is not None
+    )
 
 
 def stores(weight: Tensor, values: Tensor) -> bool:
@@ -252,15 +273,19 @@ def _call(weight: Tensor, state: dict[str, Any], block_size: int, first_row: int
     return call
 
 
-def _set_step(call: _Call, grad: Tensor, strides: tuple[int, int], key: int, rule: dict[str, float]) -> None:
+def _set_step(
+    call: _Call, grad: Tensor, strides: tuple[int, int], key: int, stochastic: bool, rule: dict[str, float]
+) -> None:
     """What changes from step to step."""
     call.grad_dtype, call.grad, call.key = _DTYPES[grad.dtype], grad.data_ptr(), key
     call.grad_row, call.grad_column = strides
-    beta1 = rule["beta1"]
-    call.rest1, call.release, call.rest2 = 1 - beta1, beta1 / (1 - beta1), 1 - rule["beta2"]
-    call.threads = torch.get_num_threads()
-    for name, value in rule.items():
-        setattr(call, name, value)
+    call.stochastic, call.threads = stochastic, torch.get_num_threads()
+    call.rule = _rule(**rule)
+
+
+@functools.lru_cache(maxsize=64)
+def _rule(beta1: float, beta2: float, **others: float) -> _Rule:
+    return _Rule(beta1=beta1, rest1=1 - beta1, release=beta1 / (1 - beta1), beta2=beta2, rest2=1 - beta2, **others)
 
 
 class WholeUpdate:
@@ -293,7 +318,15 @@ class WholeUpdate:
         )
 
     def run(
-        self, weight: Tensor, grad: Tensor, state: dict[str, Any], key: int, basis: Tensor | None, **rule: float
+        self,
+        weight: Tensor,
+        grad: Tensor,
+        state: dict[str, Any],
+        key: int,
+        basis: Tensor | None,
+        *,
+        stochastic: bool,
+        **rule: float,
     ) -> None:
         """Run, now or at the end of :class:`deferred`.
 
@@ -303,7 +336,7 @@ class WholeUpdate:
         """
         call = self._call
         strides = (grad.stride(0), grad.stride(1)) if grad.dim() == 2 else (call.cols, 1)
-        _set_step(call, grad, strides, key, rule)
+        _set_step(call, grad, strides, key, stochastic, rule)
         call.basis = None if basis is None else basis.data_ptr()
         update = _Pending(call, (grad, basis), _written(weight, state))
         if _waiting.updates is None:
@@ -328,8 +361,8 @@ class TernaryCall:
         block_size: elements of a block.
         key: of the random bits of this parameter and step.
         first_row: index of row 0 in the whole parameter, where these are the rows of a shard.
-        rule: the fields lr, decay, beta1, beta2, bias, eps, grad_scale as floats; stochastic, refresh and sampled as
-            bools.
+        stochastic: how a bf16 weight is rounded.
+        rule: the fields lr, decay, beta1, beta2, bias, eps, grad_scale as floats; refresh and sampled as bools.
     """
 
     def __init__(
@@ -340,11 +373,13 @@ class TernaryCall:
         block_size: int,
         key: int,
         first_row: int = 0,
+        *,
+        stochastic: bool,
         **rule: float,
     ) -> None:
         self._weight, self._grad, self._state = weight, grad, state
         self._call = _call(weight, state, block_size, first_row)
-        _set_step(self._call, grad, (grad.stride(0), grad.stride(1)), key, rule)
+        _set_step(self._call, grad, (grad.stride(0), grad.stride(1)), key, stochastic, rule)
 
     def square_sums(self) -> Tensor:
         """Sums over these rows of the squared gradient, fp64 (cols,)."""
@@ -363,7 +398,7 @@ class TernaryCall:
         call = self._call
         call.new_column_means = means.data_ptr()
         call.basis = None if basis is None else basis.data_ptr()
-        products = torch.empty((call.rank if call.refresh else 0, call.cols), dtype=torch.float32, device="cpu")
+        products = torch.empty((call.rank if call.rule.refresh else 0, call.cols), dtype=torch.float32, device="cpu")
         _load()[0].leantune_ternary_step(ctypes.byref(call), products.data_ptr())
         note_written(self._weight, self._state)
         return products.t() if len(products) else None

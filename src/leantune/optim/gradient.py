@@ -114,7 +114,7 @@ def squared_norm(grad: Gradient) -> Tensor:
     if isinstance(grad, TiledGradient):
         parts = [squared_norm(piece) for piece in grad.pieces(NORM_CHUNK)]
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
-    in_kernel = native.squared_norms([grad])[0]
+    in_kernel = native.squared_norm(grad)
     if in_kernel is not None:
         return torch.tensor(in_kernel, dtype=torch.float32, device="cpu")
     return _in_torch(grad)
@@ -137,7 +137,7 @@ def whole_squared_norm(param: Tensor, grad: Gradient) -> float:
         return float(squared_norm(grad).item())
     if is_sharded(param):
         return float(row_shard(param).total(squared_norm(local(grad))).item())
-    in_kernel = native.squared_norms([grad])[0]
+    in_kernel = native.squared_norm(grad)
     return float(_in_torch(grad).item()) if in_kernel is None else in_kernel
 
 

@@ -13,7 +13,7 @@ import functools
 from typing import NamedTuple
 
 SAMPLES = 32
-LONGEST_INTERVAL = 8
+LONGEST_INTERVAL = 4
 
 
 class Sampling(NamedTuple):

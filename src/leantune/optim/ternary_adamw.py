@@ -9,7 +9,7 @@ The rule is LaProp (Ziyin et al. 2020: momentum of normalised gradients) with si
     step = (u - beta1 u_q) / (1 - beta1)
     w    = w (1 - lr weight_decay) - lr step
 
-v is stored at every eighth step in the long run (leantune/optim/sampling.py). With exact storage u_q = u and step = u:
+v is stored at every fourth step in the long run (leantune/optim/sampling.py). With exact storage u_q = u and step = u:
 that is ``states="exact"``. Otherwise sum(step) = sum(n) - beta1/(1-beta1) u_q
 over any run at constant lr, so quantisation errors never accumulate, whatever the quantiser.
 """
@@ -158,7 +158,7 @@ class TernaryAdamW(LeanOptimizer):
             self._known[param] = settings, _whole_update(param, grad, group, state)
             return
         state["step"] += 1
-        numbers = _Numbers(group, number, grad_scale)
+        numbers = _Numbers.of(group, number, grad_scale)
         key = stream_key(int(group["seed"]), number, self._position(param))
         basis = state.get("carry_basis")
         sampled = numbers.every_step if "momentum" in state else numbers.sampling
@@ -246,17 +246,23 @@ def _sum(parts: Iterable[Any]) -> Any:
 class _Numbers:
     """The settings of a group in one of its steps, as plain numbers."""
 
-    def __init__(self, group: dict[str, Any], number: int, grad_scale: float) -> None:
-        self.lr = float(group["lr"])
-        self.decay = 1 - self.lr * float(group["weight_decay"])
-        self.beta1, self.beta2 = (float(beta) for beta in group["betas"])
+    def __init__(
+        self, lr: float, weight_decay: float, betas: tuple[float, ...], eps: float, number: int, grad_scale: float
+    ) -> None:
+        self.lr = lr
+        self.decay = 1 - lr * weight_decay
+        self.beta1, self.beta2 = betas
         self.sampling = sampling(number, self.beta2)
         self.every_step = every_step(number, self.beta2)
-        self.eps = float(group["eps"])
-        self.block_size = int(group["block_size"])
+        self.eps = eps
         self.number = number
         self.refresh = (number - 1) % REFRESH_EVERY == 0
         self.grad_scale = grad_scale
+
+    @classmethod
+    def of(cls, group: dict[str, Any], number: int, grad_scale: float) -> "_Numbers":
+        """Those of a group, made once for all of its parameters."""
+        return _numbers(*_settings(group), number, grad_scale)
 
     def for_kernels(self, sampling: Sampling, stochastic: bool) -> dict[str, Any]:
         """The rule's numbers, as kernels take them."""
@@ -274,11 +280,19 @@ class _Numbers:
         }
 
 
+def _settings(group: dict[str, Any]) -> tuple[float, float, tuple[float, ...], float]:
+    return float(group["lr"]), float(group["weight_decay"]), tuple(map(float, group["betas"])), float(group["eps"])
+
+
+_numbers = functools.lru_cache(maxsize=64)(_Numbers)
+
+
 class _Step(_Numbers):
     """One step of one parameter, walked over the tiles."""
 
     def __init__(self, group: dict[str, Any], number: int, grad_scale: float, key: int, shard: RowShard) -> None:
-        super().__init__(group, number, grad_scale)
+        super().__init__(*_settings(group), number, grad_scale)
+        self.block_size = int(group["block_size"])
         self.key = key
         self.shard = shard
 
