@@ -109,7 +109,7 @@ def test_an_all_zero_block_stays_zero() -> None:
     assert x.abs().sum() == 0 and level.item() == 0 and step.item() == 0
 
 
-@pytest.mark.parametrize("cols", [128, 100])
+@pytest.mark.parametrize("cols", [100, pytest.param(128, marks=pytest.mark.slow)])
 def test_log_ternary_keeps_the_spread_over_thousands_of_steps(cols: int) -> None:
     """The log-step follows the spread: it neither shrinks to its floor nor grows, and v keeps each element's size."""
     grid = BlockGrid(cols, 128, CPU)
