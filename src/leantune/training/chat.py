@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from leantune.errors import ConfigError
-from leantune.training.shapes import BadRowError
+from leantune.training.problems import BadRowError
 
 IGNORED = -100
 _MARKERS = re.compile(r"\{%-?\s*generation\b")
