@@ -159,6 +159,7 @@ def build_config(
     values = dict(values)
     _moments(values, notes)
     _length(values, problems)
+    _plain_names(values, problems)
     hints = typing.get_type_hints(TrainConfig)
     own = {f.name for f in dataclasses.fields(TrainConfig)} - {"extra", "notes"}
     kept: dict[str, Any] = {}
@@ -206,6 +207,17 @@ def _length(values: dict[str, Any], problems: list[str]) -> None:
         values["max_length"] = 0
 
 
+def _plain_names(values: dict[str, Any], problems: list[str]) -> None:
+    """Datasets are names; what else is said of each stands under a key of its own."""
+    named = values.get("dataset")
+    items = named if isinstance(named, list) else [named]
+    if any(isinstance(item, dict) for item in items):
+        del values["dataset"]
+        problems.append(
+            "dataset holds keys of its own; write names alone, dataset: [a.jsonl, b.csv], and dataset_weights"
+        )
+
+
 def _told(problem: str, problems: list[str]) -> bool:
     """Whether a key that could not be read is why ``problem`` says that it is missing."""
     key, _, rest = problem.partition(" ")
@@ -220,12 +232,17 @@ def _from_file(path: str | Path | None) -> dict[str, Any]:
         raise ConfigError(
             f"- there is no config file {path}. Give its path, or --model_name_or_path and --dataset as flags."
         )
+    content = path.read_bytes()
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _OnceLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        values = yaml.load(content.decode("utf-8-sig"), _OnceLoader)
+    except UnicodeDecodeError as error:
+        line, byte = content.count(b"\n", 0, error.start) + 1, content[error.start]
+        raise ConfigError(f"- {path}, line {line}: byte {byte:#04x} is not UTF-8; save the file as UTF-8") from None
+    except yaml.YAMLError as error:
         raise ConfigError(f"- {path} cannot be read as YAML: {error}") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"- {path} holds a {type(values).__name__}; a config is lines of `key: value`.")
+        held = "nothing" if values is None else f"a {type(values).__name__}"
+        raise ConfigError(f"- {path} holds {held}; a config is lines of `key: value`.")
     return values
 
 

@@ -63,10 +63,10 @@ class RowStream:
             strangers.clear()
             yield self._tokenised(*item, shape)
         if strangers:
-            yield Problem(
-                Place(self._source.name), f"the rows have {unknown_columns(list(strangers[0][1]))}.\n{ACCEPTED}",
-                severity="file",
-            )  # fmt: skip
+            place, row = strangers[0]
+            asked = " (is its first line a header?)" if place.file.endswith((".csv", ".tsv")) else ""
+            why = f"the rows have {unknown_columns(list(row))}{asked}.\n{ACCEPTED}"
+            yield Problem(Place(place.file), why, severity="file")
         elif not self._source.read and not wrong_file:
             yield Problem(Place(self._source.name), "it holds no rows", severity="file")
 
@@ -94,7 +94,7 @@ class RowStream:
     def _stranger(self, place: Place, row: Row, shape: Shape | None, why: str = "") -> Problem:
         why = why or f"it has {unknown_columns(list(row))}"
         fix = "keep rows of one shape in a file; several files can be named as a list"
-        return Problem(place, f"{why}, and other rows are {shape.name if shape else ''}", fix, raw=row)
+        return Problem(place, f"{why}, and other rows have the shape {shape.name if shape else ''}", fix, raw=row)
 
 
 class Remarks:

@@ -67,8 +67,8 @@ def detect(columns: list[str]) -> Callable[[Row], Row]:
 
 def unknown_columns(columns: list[str]) -> str:
     """ "the columns a, b, which are no shape known here", for messages."""
-    named = ", ".join(map(repr, columns)) or "none"
-    return f"the columns {named}, which are no shape known here"
+    named = f"the columns {', '.join(map(repr, columns))}, which are" if columns else "no columns, which is"
+    return f"{named} no shape known here"
 
 
 @lru_cache(maxsize=256)
@@ -204,7 +204,8 @@ def _words(value: Any, column: str, what: str = "it") -> str:
     if not isinstance(value, str):
         shown = repr(value)
         shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-        raise BadRowError(f"{what} is {shown}, not text", column, "write it in quotes")
+        fix = "give its parts as one text" if isinstance(value, list | dict) else "write it in quotes"
+        raise BadRowError(f"{what} is {shown}, not text", column, fix)
     if not value.isascii():
         try:
             value.encode("utf-8")

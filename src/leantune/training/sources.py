@@ -75,8 +75,8 @@ def _in_folder(key: str, path: Path) -> list[Path]:
     patterns = get_data_patterns(str(path))
     if "train" not in patterns:
         raise ConfigError(
-            f"- {key}: the files in {path} are named as {', '.join(patterns)} alone; name one with train, or give its "
-            "path"
+            f"- {key}: the files in {path} are named as {', '.join(map(str, patterns))} alone; name one with train, or "
+            "give its path"
         )
     suffixes = sorted({file.suffix for file in found})
     return [
@@ -103,7 +103,7 @@ def _parquet_rows(path: Path) -> Iterator[Found | Problem]:
                     number += 1
                     yield Place(str(path), row=number), row
     except (pyarrow.ArrowInvalid, OSError) as error:
-        why = f"it cannot be read as parquet: {(str(error).splitlines() or [''])[0]}"
+        why = f"it cannot be read as parquet: {(str(error).splitlines() or [''])[0].rstrip('.')}"
         yield Problem(Place(str(path)), why, "write or copy it again", severity="file")
 
 

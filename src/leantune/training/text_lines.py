@@ -19,7 +19,11 @@ def text_lines(path: Path) -> Iterator[tuple[int, str] | Problem]:
         for number, line in enumerate(file, 1):
             if number == 1:
                 if line[:2] in _WIDE:
-                    yield _file(path, "it is UTF-16, and data must be UTF-8", f"iconv -f utf-16 -t utf-8 {path.name}")
+                    yield _file(
+                        path,
+                        "it is UTF-16, and data must be UTF-8",
+                        f"convert it: iconv -f utf-16 -t utf-8 {path.name}",
+                    )
                     return
                 if line.startswith(codecs.BOM_UTF8):
                     yield Problem(Place(str(path), 1), "it begins with a byte-order mark, left out", severity="note")
