@@ -36,6 +36,7 @@ ACCEPTED = """accepted shapes, a row each (column names in any case):
                {"text": "Another document."}"""
 
 Row = dict[str, Any]
+_FILL_IN = "fill it in, or leave the row out"
 
 
 @dataclass(frozen=True)
@@ -109,12 +110,14 @@ def _sharegpt(row: Row) -> Row:
 def _prompt(row: Row) -> Row:
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, list) != isinstance(completion, list):
-        raise BadRowError("prompt and completion must both be text, or both be lists of messages")
+        raise BadRowError(
+            "one of prompt and completion is a list", fix="write both as text, or both as lists of messages"
+        )
     if not isinstance(prompt, list):
         return {"prompt": _words(prompt, "prompt"), "completion": _words(completion, "completion")}
     asked, answer = _conversation(prompt, "prompt"), _conversation(completion, "completion")
     if any(turn["role"] != "assistant" for turn in answer[:1]):
-        raise BadRowError("it does not begin with an assistant turn", "completion")
+        raise BadRowError("it does not begin with an assistant turn", "completion", "put what comes before into prompt")
     # Assistant turns of the prompt are examples to read, not answers to learn.
     return {"messages": asked + answer, "learnt_from": len(asked)}
 
@@ -171,7 +174,7 @@ def _conversation(turns: Any, column: str) -> list[dict[str, str]]:
     if isinstance(turns, str) and turns.strip():
         raise BadRowError("it is text where a list of turns belongs", column, "a csv cell holds no turns: write jsonl")
     if not isinstance(turns, list) or not turns:
-        raise BadRowError("it has no turns", column)
+        raise BadRowError("it has no turns", column, _FILL_IN)
     converted = []
     for number, turn in enumerate(turns):
         role, text_key, content = _role_and_content(turn, f"{column}[{number}]")
@@ -179,7 +182,7 @@ def _conversation(turns: Any, column: str) -> list[dict[str, str]]:
             where = f"{column}[{number}].{text_key}"
             converted.append({"role": role, "content": _words(content, where, f"a turn of {role}")})
     if not converted:
-        raise BadRowError("it has no turns", column)
+        raise BadRowError("it has no turns", column, _FILL_IN)
     return converted
 
 
@@ -191,14 +194,14 @@ def _role_and_content(turn: Any, where: str) -> tuple[str, str, Any]:
             if known is None:
                 raise BadRowError(f"it has the role {role!r}", f"{where}.{role_key}", f"known: {', '.join(_ROLES)}")
             return known, text_key, turn.get(text_key)
-    raise BadRowError("it lacks 'role' and 'content' (or 'from' and 'value')", where)
+    raise BadRowError("it lacks a role", where, 'write {"role": "user", "content": "..."}, or from and value')
 
 
 def _words(value: Any, column: str, what: str = "it") -> str:
     if value is None or (isinstance(value, str) and not value.strip()):
-        raise BadRowError(f"{what} is empty", column)
+        raise BadRowError(f"{what} is empty", column, _FILL_IN)
     if isinstance(value, float) and math.isnan(value):
-        raise BadRowError(f"{what} is NaN: a value that was missing when the file was written", column)
+        raise BadRowError(f"{what} is NaN, a value that was missing when the file was written", column, _FILL_IN)
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str):
@@ -211,7 +214,6 @@ def _words(value: Any, column: str, what: str = "it") -> str:
             value.encode("utf-8")
         except UnicodeEncodeError as error:
             half = value[error.start]
-            raise BadRowError(
-                f"it holds half a character ({ascii(half)[1:-1]}), which no tokenizer takes", column
-            ) from None
+            fix = "write the whole pair, or leave it out"
+            raise BadRowError(f"it holds half a character ({ascii(half)[1:-1]})", column, fix) from None
     return value

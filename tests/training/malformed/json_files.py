@@ -121,6 +121,10 @@ JSON = [
     Case(
         "half a character",
         {"d.jsonl": '{"text": "smile \\ud83d"}\n'},
-        rows(1, 1, "{d}/d.jsonl, line 1: text: it holds half a character (\\ud83d), which no tokenizer takes"),
+        rows(
+            1,
+            1,
+            ("{d}/d.jsonl, line 1: text: it holds half a character (\\ud83d); write the whole pair, or leave it out"),
+        ),
     ),
 ]

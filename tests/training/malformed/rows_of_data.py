@@ -79,9 +79,20 @@ ROWS = [
     Case(
         "a turn without a role",
         {"d.jsonl": chat({"content": "a"}, ANSWERED)},
-        rows(1, 1, "{d}/d.jsonl, line 1: messages[0]: it lacks 'role' and 'content' (or 'from' and 'value')"),
+        rows(
+            1,
+            1,
+            (
+                '{d}/d.jsonl, line 1: messages[0]: it lacks a role; write {"role": "user", "content": "..."}, '
+                "or from and value"
+            ),
+        ),
     ),
-    Case("no turns", {"d.jsonl": chat()}, rows(1, 1, "{d}/d.jsonl, line 1: messages: it has no turns")),
+    Case(
+        "no turns",
+        {"d.jsonl": chat()},
+        rows(1, 1, "{d}/d.jsonl, line 1: messages: it has no turns; fill it in, or leave the row out"),
+    ),
     Case(
         "turns in a csv cell",
         {"d.csv": 'messages\n"[{""role"": ""user""}]"\n'},
@@ -97,12 +108,21 @@ ROWS = [
     Case(
         "no assistant turn",
         {"d.jsonl": chat(ASKED)},
-        rows(1, 1, "{d}/d.jsonl, line 1: it has no assistant turn to learn from"),
+        rows(
+            1, 1, ("{d}/d.jsonl, line 1: it has no assistant turn to learn from; add the answer, or leave the row out")
+        ),
     ),
     Case(
         "an empty answer",
         {"d.jsonl": chat(ASKED, ANSWERED) + chat(ASKED, {"role": "assistant", "content": " \n"})},
-        rows(1, 2, "{d}/d.jsonl, line 2: messages[1].content: a turn of assistant is empty"),
+        rows(
+            1,
+            2,
+            (
+                "{d}/d.jsonl, line 2: messages[1].content: a turn of assistant is empty; fill it in, or leave "
+                "the row out"
+            ),
+        ),
     ),
     Case(
         "parts in place of text",
@@ -119,22 +139,43 @@ ROWS = [
     Case(
         "a NaN answer",
         {"d.jsonl": '{"prompt": "a", "completion": NaN}\n'},
-        rows(1, 1, "{d}/d.jsonl, line 1: completion: it is NaN: a value that was missing when the file was written"),
+        rows(
+            1,
+            1,
+            (
+                "{d}/d.jsonl, line 1: completion: it is NaN, a value that was missing when the file was "
+                "written; fill it in, or leave the row out"
+            ),
+        ),
     ),
     Case(
         "a null question",
         {"d.jsonl": line({"question": None, "answer": "b"})},
-        rows(1, 1, "{d}/d.jsonl, line 1: question: it is empty"),
+        rows(1, 1, "{d}/d.jsonl, line 1: question: it is empty; fill it in, or leave the row out"),
     ),
     Case(
         "text and turns",
         {"d.jsonl": line({"prompt": "a", "completion": [ANSWERED]})},
-        rows(1, 1, "{d}/d.jsonl, line 1: prompt and completion must both be text, or both be lists of messages"),
+        rows(
+            1,
+            1,
+            (
+                "{d}/d.jsonl, line 1: one of prompt and completion is a list; write both as text, or both as "
+                "lists of messages"
+            ),
+        ),
     ),
     Case(
         "a completion that begins with the user",
         {"d.jsonl": line({"prompt": [ASKED], "completion": [ASKED, ANSWERED]})},
-        rows(1, 1, "{d}/d.jsonl, line 1: completion: it does not begin with an assistant turn"),
+        rows(
+            1,
+            1,
+            (
+                "{d}/d.jsonl, line 1: completion: it does not begin with an assistant turn; put what comes "
+                "before into prompt"
+            ),
+        ),
     ),
     Case(
         "two BOS",

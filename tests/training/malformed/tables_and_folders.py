@@ -72,7 +72,7 @@ TABLES = [
     Case(
         "an empty cell on a later line",
         {"d.csv": 'question,answer\n"two\nlines?",4\n3+3?,\n'},
-        rows(1, 2, "{d}/d.csv, line 4: answer: it is empty"),
+        rows(1, 2, "{d}/d.csv, line 4: answer: it is empty; fill it in, or leave the row out"),
     ),
     Case(
         "a csv file in Western Windows text",
@@ -93,7 +93,7 @@ TABLES = [
     Case(
         "a parquet file with a missing value",
         {"d.parquet": parquet([{"prompt": "a ", "completion": "b"}, {"prompt": "c ", "completion": None}])},
-        rows(1, 2, "{d}/d.parquet, row 2: completion: it is empty"),
+        rows(1, 2, "{d}/d.parquet, row 2: completion: it is empty; fill it in, or leave the row out"),
     ),
     Case(
         "a spreadsheet",
