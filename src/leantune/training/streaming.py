@@ -1,7 +1,9 @@
 """Rows that are read and tokenised while training asks for them: for data that fit on no disk."""
 
 import hashlib
+import itertools
 import json
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,18 +30,22 @@ class _Streamed:
 
 
 def streamed(config: TrainConfig, tokenizer: Any, limits: ModelLimits | None, length: int) -> Any:
-    """An IterableDataset of the run's rows, one source after the other, shuffled a thousand at a time by the seed and
-    the epoch. A row that cannot be used stops the run when it comes, or with drop_invalid is left out and written to
-    output_dir/dropped.jsonl (of the last pass over the data)."""
+    """An IterableDataset of the run's rows: pass after pass over all sources, without an end.
+
+    A pass is shuffled a thousand rows at a time, by the seed and its number. Without an end there is one epoch, so that
+    a resumed run skips exactly the batches it has seen; transformers loses its place where a stream begins anew.
+
+    A row that cannot be used stops the run when it comes, or with drop_invalid is left out and written to
+    output_dir/dropped.jsonl (which holds those of the last pass).
+    """
     from datasets import Features, IterableDataset, List, Value
 
     numbers = List(Value("int32"))
-    rows = IterableDataset.from_generator(
-        _rows,
+    return IterableDataset.from_generator(
+        _passes,
         features=Features({"input_ids": numbers, "labels": numbers}),
         gen_kwargs={"run": _Streamed(config, tokenizer, limits or ModelLimits(), length)},
     )
-    return rows.shuffle(seed=config.seed, buffer_size=SHUFFLED_TOGETHER)
 
 
 def rows_digest(config: TrainConfig) -> str:
@@ -51,6 +57,30 @@ def rows_digest(config: TrainConfig) -> str:
             known.append([str(file), facts.st_size, facts.st_mtime_ns])
         known.append(source)
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()
+
+
+def _passes(run: _Streamed) -> Iterator[dict[str, list[int]]]:
+    for number in itertools.count():
+        rows = _shuffled(_rows(run), random.Random(f"{run.config.seed} {number}"))
+        first = next(rows, None)
+        if first is None:
+            raise ConfigError(f"- dataset: {', '.join(run.config.sources)}: no row is left to train on")
+        yield first
+        yield from rows
+
+
+def _shuffled(rows: Iterator[Any], draw: random.Random) -> Iterator[Any]:
+    """Each row once, drawn from the thousand that are held."""
+    held: list[Any] = []
+    for row in rows:
+        if len(held) < SHUFFLED_TOGETHER:
+            held.append(row)
+            continue
+        place = draw.randrange(len(held))
+        out, held[place] = held[place], row
+        yield out
+    draw.shuffle(held)
+    yield from held
 
 
 def _rows(run: _Streamed) -> Iterator[dict[str, list[int]]]:

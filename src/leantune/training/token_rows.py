@@ -14,15 +14,16 @@ from pyarrow import compute
 from leantune.training.chat import IGNORED
 from leantune.training.problems import Place
 
-_ROWS_A_BATCH = 1000
+_ROWS_A_BATCH, _TOKENS_A_BATCH = 1000, 2**17
 _SCHEMA = pyarrow.schema([("input_ids", pyarrow.list_(pyarrow.int32())), ("labels", pyarrow.list_(pyarrow.int32()))])
 
 
 class TokenRows:
     """Rows of ``input_ids`` and ``labels``, and what is known of each without reading it again.
 
-    Memory: 56 bytes a row, and one batch of a thousand rows; the tokens (8 bytes each) lie in a file in the folder for
-    temporary files (TMPDIR), which is removed when nothing refers to this object any more, or the process ends.
+    Memory: 56 bytes a row, and one batch of rows (at most 1,000, of about 2^17 tokens); the tokens (8 bytes each) lie
+    in a file in the folder for temporary files (TMPDIR), which is removed when nothing refers to this object any more,
+    or the process ends.
     """
 
     def __init__(self) -> None:
@@ -34,6 +35,7 @@ class TokenRows:
         self._writer = pyarrow.ipc.new_stream(self._sink, _SCHEMA)
         self._ids: list[list[int]] = []
         self._labels: list[list[int]] = []
+        self._waiting = 0
         self._files: list[str] = []
         self.lengths = array("q")
         self.trained = array("q")
@@ -57,7 +59,8 @@ class TokenRows:
         if not self._files or self._files[-1] != place.file:
             self._files.append(place.file)
         self._places.extend((len(self._files) - 1, place.line or 0, place.row or 0))
-        if len(self._ids) == _ROWS_A_BATCH:
+        self._waiting += len(ids)
+        if len(self._ids) == _ROWS_A_BATCH or self._waiting >= _TOKENS_A_BATCH:
             self._write()
 
     def __len__(self) -> int:
@@ -97,3 +100,4 @@ class TokenRows:
         self._writer.write_batch(pyarrow.record_batch([self._ids, self._labels], schema=_SCHEMA))
         self._ids.clear()
         self._labels.clear()
+        self._waiting = 0
