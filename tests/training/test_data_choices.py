@@ -45,6 +45,12 @@ def test_a_list_of_datasets_is_a_mixture_whose_weights_are_rows_an_epoch(tmp_pat
     assert trained(again, tokenizer) == rows != trained(other, tokenizer)
 
 
+def test_a_weight_that_leaves_no_row_is_told(tmp_path: Path, tokenizer) -> None:
+    rows = texts(tmp_path, "a.jsonl", "a", "b")
+    with pytest.raises(ConfigError, match=r"dataset_weights: 0.1 of the 2 rows of .*a.jsonl is none"):
+        load_data(config(rows, dataset_weights=[0.1]), tokenizer)
+
+
 def test_rows_held_out_are_never_trained_on_however_a_mixture_is_weighted(tmp_path: Path, tokenizer) -> None:
     first = texts(tmp_path, "a.jsonl", *(f"a{n}" for n in range(10)))
     second = texts(tmp_path, "b.jsonl", *(f"b{n}" for n in range(10)))
@@ -145,16 +151,51 @@ def test_a_file_of_one_row_trains(tmp_path: Path, tokenizer) -> None:
 
 
 def test_rows_on_their_way_are_not_held_in_memory(tmp_path: Path, tokenizer, monkeypatch) -> None:
-    """4,000 rows of 400 tokens are 115 MB as lists of Python's integers: reading holds 131,072 tokens at a time."""
+    """500 rows of 400 tokens are 14 MB as lists of Python's integers; a batch here is 8,192 tokens, 0.6 MB."""
     import tracemalloc
 
-    from leantune.training import row_stream
+    from leantune.training import row_stream, token_rows
 
-    path = texts(tmp_path, "d.jsonl", *(f"row {n}" for n in range(4000)))
+    path = texts(tmp_path, "d.jsonl", *(f"row {n}" for n in range(500)))
+    monkeypatch.setattr(token_rows, "_TOKENS_A_BATCH", 2**13)
     monkeypatch.setattr(row_stream, "encode", lambda row, tokenizer: (list(range(1000, 1400)), list(range(1000, 1400))))
+    load_data(config(path), tokenizer)  # what is imported on first use is not counted below
     tracemalloc.start()
     data = load_data(config(path), tokenizer)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert data.rows == 4000 and data.train[3999]["labels"][-1] == 1399
-    assert peak < 16e6
+    assert data.rows == 500 and data.train[499]["labels"][-1] == 1399
+    assert peak < 2.5e6
+
+
+def test_reading_goes_on_after_what_a_folder_mixes_and_a_saved_data_set_names_its_rows(
+    tmp_path: Path, tokenizer
+) -> None:
+    from datasets import Dataset
+
+    (tmp_path / "f").mkdir()
+    texts(tmp_path / "f", "train-a.jsonl", "a")
+    (tmp_path / "f" / "train-b.jsonl").write_text('{"text": "b"}\n{"text": ""}\n')
+    with pytest.raises(ConfigError, match=r"1 of 3 rows cannot be used[\s\S]*train-b.jsonl, line 2: text: it is empty"):
+        load_data(config(str(tmp_path / "f")), tokenizer)
+    Dataset.from_list([{"text": "a"}, {"text": None}]).save_to_disk(tmp_path / "saved")
+    with pytest.raises(ConfigError, match=r"saved, row 2: text: it is empty"):
+        load_data(config(str(tmp_path / "saved")), tokenizer)
+
+
+def test_a_hub_name_that_cannot_be_read_is_named(monkeypatch, tokenizer) -> None:
+    import datasets
+
+    def unreachable(*arguments, **more):
+        raise ConnectionError("no route to the hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(ConfigError) as caught:
+        load_data(config("someone/rows:train"), tokenizer)
+    assert str(caught.value) == (
+        "- dataset 'someone/rows:train' is no file or folder here, and cannot be read from the hub: ConnectionError: "
+        "no route to the hub"
+    )
+    rows = [{"text": "a"}, {"text": "b"}]
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split, streaming: datasets.Dataset.from_list(rows))
+    assert trained(load_data(config("someone/rows"), tokenizer), tokenizer) == ["a", "b"]

@@ -126,8 +126,8 @@ def examine(
         (held_rows,) = _usable(report, held, [range(len(held))], tokenizer, first=len(ranges))
         report.sources[-1].usable = len(held_rows)
         usable = _without_copies(report, train, usable, held, held_rows, tokenizer)
-    for source, part in zip(report.sources, usable):
-        source.usable = len(part)
+    for source_report, part in zip(report.sources, usable):
+        source_report.usable = len(part)
     return Examined(report, train, held, _weighted(config, report, usable), held_rows)
 
 
@@ -262,6 +262,9 @@ def _weighted(config: TrainConfig, report: DataReport, usable: list[list[int]]) 
         whole, share = divmod(weight, 1)
         drawn = numpy.random.default_rng((config.seed, number)).permutation(len(part))[: round(len(part) * share)]
         rows = part * int(whole) + [part[place] for place in sorted(drawn)]
+        if part and not rows:
+            name = report.sources[number].name
+            raise ConfigError(f"- dataset_weights: {weight:g} of the {len(part)} rows of {name} is none; raise it")
         report.sources[number].taken = len(rows)
         taken += rows
     return taken

@@ -249,7 +249,8 @@ def _trainer(
         "max_grad_norm": _transformers_bound(config),
         "bf16": config.bf16,
         "fp16": False,
-        "max_length": config.max_length,
+        # Rows are cut already: TRL would copy all of them to look again.
+        "max_length": config.max_length if config.packing else None,
         "packing": config.packing,
         "per_device_train_batch_size": config.per_device_train_batch_size,
         "per_device_eval_batch_size": config.per_device_train_batch_size,
