@@ -162,3 +162,12 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     for path in (tmp_path / "none.yaml", broken):
         with pytest.raises(ConfigError, match=path.name):
             load_config(path)
+
+
+def test_datasets_come_as_a_list_with_weights_and_read_back(tmp_path: Path) -> None:
+    flags = ["--model_name_or_path", "m", "--dataset", "a.jsonl,b.csv", "--dataset_weights", "1,0.5"]
+    config = load_config(None, [*flags, "--max_length", "auto"])
+    assert config.sources == ("a.jsonl", "b.csv") and config.dataset_weights == (1.0, 0.5)
+    (tmp_path / "again.yaml").write_text(config.to_yaml())
+    assert load_config(tmp_path / "again.yaml") == config and "max_length: auto" in config.to_yaml()
+    assert load_config(None, BASE).sources == ("d.jsonl",)

@@ -8,8 +8,10 @@ import pytest
 
 from leantune.errors import ConfigError
 from leantune.training.config import TrainConfig
-from leantune.training.data import encode, load_data
-from leantune.training.shapes import BadRowError, detect
+from leantune.training.data import load_data
+from leantune.training.encoding import encode
+from leantune.training.problems import BadRowError
+from leantune.training.shapes import detect
 
 
 def trained_text(row: dict, tokenizer) -> str:
@@ -51,9 +53,9 @@ def test_prompts_alpaca_and_text(tokenizer) -> None:
 
 def test_p8_unknown_columns_are_named_with_the_accepted_shapes() -> None:
     with pytest.raises(ConfigError) as caught:
-        detect(["question", "answer"])
-    assert "question, answer" in str(caught.value)
-    for shape in ("messages", "prompt", "alpaca", "sharegpt", "text"):
+        detect(["title", "body"])
+    assert "'title', 'body'" in str(caught.value)
+    for shape in ("messages", "prompt", "alpaca", "question", "sharegpt", "text"):
         assert f"{shape}:" in str(caught.value)
 
 
@@ -67,7 +69,7 @@ def test_p7_bad_rows_are_named_and_dropped_only_when_told(tmp_path: Path, tokeni
     config = TrainConfig(model_name_or_path="m", dataset=write(tmp_path / "d.jsonl", rows), max_length=64)
     with pytest.raises(ConfigError) as caught:
         load_data(config, tokenizer)
-    for words in ("3 of 4 rows", "row 2: it has no assistant turn", "row 3", "row 4: nothing is left to learn"):
+    for words in ("3 of 4 rows", "line 2: it has no assistant turn", "line 3", "line 4: nothing is left to learn"):
         assert words in str(caught.value)
     kept = load_data(TrainConfig(dataset=config.dataset, max_length=64, drop_invalid=True), tokenizer)
     assert len(kept.train) == 1 and "dropped 3 of 4" in kept.notes[0]
@@ -93,8 +95,8 @@ def test_p7_cells_of_a_csv_file_are_text(tmp_path: Path, tokenizer) -> None:
         ("d.jsonl", '{"text": "fine"}\n{"text": "caf\xe9"}\n'.encode("latin-1"), "line 2: byte 0xe9 is not UTF-8"),
         ("d.jsonl", b"\n  \n\n", "only blank lines"),
         ("d.csv", b"prompt,completion\n", "holds no rows"),
-        ("d.jsonl", b'{"text": 2.5}\n', "text is 2.5, not text"),
-        ("d.jsonl", b'{"text": " "}\n', "row 1: text is empty"),
+        ("d.jsonl", b'{"text": 2.5}\n', "line 1: text: it is 2.5, not text"),
+        ("d.jsonl", b'{"text": " "}\n', "line 1: text: it is empty"),
     ],
 )
 def test_p7_files_that_cannot_be_used_say_why(tmp_path: Path, tokenizer, name, content, words) -> None:

@@ -11,6 +11,8 @@ def command_line() -> typer.Typer:
     """The ``leantune`` command with its sub-commands."""
     from leantune.cli.demo import demo
     from leantune.cli.train import EXAMPLES, train
+    from leantune.cli.validate import EXAMPLES as VALIDATE_EXAMPLES
+    from leantune.cli.validate import validate
 
     app = typer.Typer(
         name="leantune",
@@ -20,7 +22,9 @@ def command_line() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     # Any key of the config is a flag, so typer must let through those it does not know.
-    app.command("train", epilog=EXAMPLES, context_settings={"ignore_unknown_options": True})(train)
+    any_flag = {"ignore_unknown_options": True}
+    app.command("train", epilog=EXAMPLES, context_settings=any_flag)(train)
+    app.command("validate", epilog=VALIDATE_EXAMPLES, context_settings=any_flag)(validate)
     app.command("demo")(demo)
     return app
 

@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from leantune.errors import ConfigError
-from leantune.training.shapes import BadRowError
+from leantune.training.problems import BadRowError
 
 IGNORED = -100
 _MARKERS = re.compile(r"\{%-?\s*generation\b")
@@ -24,7 +24,7 @@ def encode_chat(messages: list[dict[str, str]], tokenizer: Any, learnt_from: int
     Raises: BadRowError where the row cannot be used; ConfigError where the tokenizer has no chat template.
     """
     if not any(message["role"] == "assistant" for message in messages[learnt_from:]):
-        raise BadRowError("it has no assistant turn to learn from")
+        raise BadRowError("it has no assistant turn to learn from", fix="add the answer, or leave the row out")
     if not tokenizer.chat_template:
         raise ConfigError(
             "- the tokenizer has no chat template; give prompt/completion or text data, or a chat model's tokenizer"
@@ -41,10 +41,9 @@ def encode_chat(messages: list[dict[str, str]], tokenizer: Any, learnt_from: int
         if ids[: len(start)] != start or ids[: len(end)] != end:
             raise BadRowError(
                 f"turn {place + 1} cannot be told from what surrounds it: the chat template changes earlier turns, or "
-                f"does not "
-                "begin an answer with its generation prompt, or a token spans the border (an answer beginning with a "
-                "blank "
-                "line). Give prompt/completion rows, or a template with {% generation %} marks"
+                "does not begin an answer with its generation prompt, or a token spans the border (an answer beginning "
+                "with a blank line)",
+                fix="give prompt/completion rows, or a template with {% generation %} marks",
             )
         labels[len(start) : len(end)] = ids[len(start) : len(end)]
         _trim(labels, len(start), len(end), tokenizer.eos_token_id)
@@ -88,6 +87,6 @@ def _refused(error: Exception) -> Exception:
     """Templates refuse conversations (roles must alternate, no system turn) with errors of jinja2."""
     from jinja2 import TemplateError
 
-    if isinstance(error, TemplateError | IndexError):
-        return BadRowError(f"the chat template refuses it: {error}")
+    if isinstance(error, TemplateError | IndexError | KeyError | TypeError):
+        return BadRowError(f"the chat template refuses it: {error}", fix="change its turns, or the template")
     return error

@@ -37,7 +37,8 @@ class TrainConfig:
     set."""
 
     model_name_or_path: str = ""
-    dataset: str = ""
+    dataset: tuple[str, ...] | str = ""
+    """A file, a folder, a hub name, or a list of them."""
     output_dir: str = "runs/leantune"
     method: str = "full"
     """full or lora."""
@@ -72,13 +73,18 @@ class TrainConfig:
     lora_alpha: int = 32
     lora_dropout: float = 0.0
     lora_target_modules: tuple[str, ...] | str = "all-linear"
+    dataset_weights: tuple[float, ...] | None = None
+    """How often an epoch takes the rows of each dataset of a list: 2 is twice, 0.5 is half of them. None: once."""
+    streaming: bool = False
+    """Read and tokenise rows while training asks for them; needs max_steps."""
     eval_dataset: str | None = None
     eval_split: float | None = None
     """Share of the rows held out when no eval_dataset is given."""
     max_length: int = 1024
+    """In tokens; 0, written as auto, is the 99th percentile of the data's lengths."""
     packing: bool = False
     drop_invalid: bool = False
-    """Drop rows that cannot be used, and say which, instead of stopping."""
+    """Leave out rows that cannot be used, and write them to output_dir/dropped.jsonl, instead of stopping."""
     memory_budget: str | None = None
     """Memory of the device, for example 24GiB: the plan is held against it before training."""
     per_device_train_batch_size: int = 8
@@ -94,6 +100,11 @@ class TrainConfig:
     extra: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = field(default=(), compare=False)
     """What was understood in another way than written; the header shows it."""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The names under ``dataset``."""
+        return (self.dataset,) if isinstance(self.dataset, str) else self.dataset
 
     @property
     def ours(self) -> bool:
@@ -123,6 +134,7 @@ class TrainConfig:
         left_out = ("extra", "notes", "resume")
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in left_out}
         values = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+        values["max_length"] = values["max_length"] or "auto"
         return yaml.safe_dump({**values, **self.extra}, sort_keys=False)
 
 
@@ -146,6 +158,8 @@ def build_config(
     notes = [] if notes is None else notes
     values = dict(values)
     _moments(values, notes)
+    _length(values, problems)
+    _plain_names(values, problems)
     hints = typing.get_type_hints(TrainConfig)
     own = {f.name for f in dataclasses.fields(TrainConfig)} - {"extra", "notes"}
     kept: dict[str, Any] = {}
@@ -184,6 +198,26 @@ def _moments(values: dict[str, Any], notes: list[str]) -> None:
             notes.append(f"adam_beta1 and adam_beta2 are read as betas: {pair}")
 
 
+def _length(values: dict[str, Any], problems: list[str]) -> None:
+    """``max_length: auto`` becomes 0."""
+    if values.get("max_length") == 0:
+        del values["max_length"]
+        problems.append("max_length is 0; it must be at least 1, or auto")
+    elif values.get("max_length") == "auto":
+        values["max_length"] = 0
+
+
+def _plain_names(values: dict[str, Any], problems: list[str]) -> None:
+    """Datasets are names; what else is said of each stands under a key of its own."""
+    named = values.get("dataset")
+    items = named if isinstance(named, list) else [named]
+    if any(isinstance(item, dict) for item in items):
+        del values["dataset"]
+        problems.append(
+            "dataset holds keys of its own; write names alone, dataset: [a.jsonl, b.csv], and dataset_weights"
+        )
+
+
 def _told(problem: str, problems: list[str]) -> bool:
     """Whether a key that could not be read is why ``problem`` says that it is missing."""
     key, _, rest = problem.partition(" ")
@@ -198,12 +232,17 @@ def _from_file(path: str | Path | None) -> dict[str, Any]:
         raise ConfigError(
             f"- there is no config file {path}. Give its path, or --model_name_or_path and --dataset as flags."
         )
+    content = path.read_bytes()
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _OnceLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        values = yaml.load(content.decode("utf-8-sig"), _OnceLoader)
+    except UnicodeDecodeError as error:
+        line, byte = content.count(b"\n", 0, error.start) + 1, content[error.start]
+        raise ConfigError(f"- {path}, line {line}: byte {byte:#04x} is not UTF-8; save the file as UTF-8") from None
+    except yaml.YAMLError as error:
         raise ConfigError(f"- {path} cannot be read as YAML: {error}") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"- {path} holds a {type(values).__name__}; a config is lines of `key: value`.")
+        held = "nothing" if values is None else f"a {type(values).__name__}"
+        raise ConfigError(f"- {path} holds {held}; a config is lines of `key: value`.")
     return values
 
 
@@ -261,7 +300,7 @@ def _canonical(values: dict[str, Any], problems: list[str], notes: list[str]) ->
 
 def _combinations(c: TrainConfig) -> list[str]:
     """What is wrong with a config whose single values are of the right type."""
-    found = _wrong_values(c) + _ignored(c) + _wrong_extra(c)
+    found = _wrong_values(c) + _ignored(c) + _wrong_extra(c) + _wrong_data(c)
     if c.fused and not c.ours:
         found.append(
             f"fused_backward is on, but transformers' {c.optim} needs all gradients at once; "
@@ -310,13 +349,46 @@ def _combinations(c: TrainConfig) -> list[str]:
         )
     if c.bf16 and c.dtype != "float32":
         found.append(f"bf16 is autocast for float32 weights; dtype is {c.dtype}: leave bf16 out")
-    if c.eval_dataset and c.eval_split:
-        found.append("eval_dataset and eval_split are both set; keep one")
     if c.memory_budget is not None:
         try:
             parse_size(c.memory_budget)
         except InvalidArgumentError as error:
             found.append(f"memory_budget: {error}")
+    return found
+
+
+def _wrong_data(c: TrainConfig) -> list[str]:
+    """What is wrong with how the data are named, weighted, held out or streamed."""
+    found = []
+    if c.eval_dataset and c.eval_split:
+        found.append("eval_dataset and eval_split are both set; keep one")
+    twice = sorted({name for name in c.sources if c.sources.count(name) > 1})
+    if twice:
+        found.append(
+            f"dataset names {', '.join(twice)} twice; write it once, and dataset_weights to take it more often"
+        )
+    if c.dataset_weights is not None:
+        if len(c.dataset_weights) != len(c.sources):
+            found.append(
+                f"dataset_weights has {len(c.dataset_weights)} numbers for {len(c.sources)} datasets; give one for each"
+            )
+        if not all(0 < weight < float("inf") for weight in c.dataset_weights):
+            found.append(f"dataset_weights is {list(c.dataset_weights)}; each must be above 0")
+    if c.streaming:
+        found += _wrong_stream(c)
+    return found
+
+
+def _wrong_stream(c: TrainConfig) -> list[str]:
+    found = []
+    if c.max_steps < 1:
+        found.append("streaming needs max_steps: how many rows there are is not known before the last one")
+    if c.eval_split:
+        found.append("eval_split needs all rows, and streaming reads them as it trains; give an eval_dataset")
+    if c.dataset_weights is not None:
+        found.append("dataset_weights needs all rows, and streaming reads them as it trains; leave one of them out")
+    if c.max_length == 0:
+        found.append("max_length: auto needs all rows, and streaming reads them as it trains; give a number")
     return found
 
 
@@ -371,8 +443,9 @@ def _wrong_values(c: TrainConfig) -> list[str]:
         found.append(f"clip is {c.clip!r}; write per_tensor, global or none")
     if len(c.betas) != 2:
         found.append(f"betas is {c.betas}; it takes two numbers")
+    if c.max_length < 0:
+        found.append(f"max_length is {c.max_length}; it must be at least 1, or auto")
     for key in (
-        "max_length",
         "per_device_train_batch_size",
         "gradient_accumulation_steps",
         "velora_num_groups",

@@ -1,193 +1,270 @@
-"""From a file or a hub name to token ids and labels; what is trained on is decided here, a row at a time."""
+"""From data sets to rows of token ids and labels: one way for ``train``, which stops on what is wrong, and
+``validate``, which tells it."""
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from leantune.errors import ConfigError
-from leantune.training.chat import IGNORED, encode_chat
-from leantune.training.config import TrainConfig
-from leantune.training.shapes import BadRowError, Row, detect, unused_columns
+import numpy
 
-_READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+from leantune.errors import ConfigError
+from leantune.training.config import TrainConfig
+from leantune.training.data_report import DataReport, SourceReport
+from leantune.training.pretrained import ModelLimits
+from leantune.training.problems import Problem
+from leantune.training.row_stream import Remarks, RowStream
+from leantune.training.sources import read
+from leantune.training.streaming import rows_digest, streamed
+from leantune.training.token_rows import TokenRows
+
+STREAMED_AHEAD = 256
+"""Rows of each source that a streamed run looks at before it starts."""
+VALIDATED_OF_A_STREAM = 10_000
+"""Rows of each source that ``validate`` looks at where the config says streaming."""
+_LENGTH_STEP = 64
 
 
 @dataclass
 class PreparedData:
-    """``train`` and ``held_out`` are datasets of ``input_ids`` and ``labels`` (-100 where nothing is learnt)."""
+    """``train`` and ``held_out`` are data sets of ``input_ids`` and ``labels`` (-100 where nothing is learnt).
+
+    ``rows`` is None, and ``train`` an IterableDataset, where rows are streamed. ``digest`` then stands for them.
+    """
 
     train: Any
     held_out: Any | None
-    notes: list[str] = field(default_factory=list)
+    report: DataReport
+    max_length: int
     longest: int = 0
+    padded: bool = True
+    rows: int | None = None
+    digest: str | None = None
+    notes: list[str] = field(default_factory=list)
+    kept: list[TokenRows] = field(default_factory=list, repr=False)
+    """The files behind the data sets live as long as these."""
 
 
-def load_data(config: TrainConfig, tokenizer: Any) -> PreparedData:
+@dataclass
+class Examined:
+    """All rows, tokenised, and which of them are to be used: positions in ``train`` and ``held`` (or in ``train``,
+    where a share of it is held out)."""
+
+    report: DataReport
+    train: TokenRows
+    held: TokenRows | None
+    train_rows: list[int]
+    held_rows: list[int]
+
+
+def load_data(config: TrainConfig, tokenizer: Any, limits: ModelLimits | None = None) -> PreparedData:
     """Read, check and tokenise the data of a run.
 
     Chat data and alpaca train on assistant turns and the token that ends them, prompt/completion on the completion,
-    text on everything. Rows that cannot be used (empty answers, unknown roles, nothing left to learn after truncation)
-    are a ConfigError with row numbers, or with ``drop_invalid`` a note.
+    text on everything. Whatever `examine` finds wrong is a ConfigError that names files and lines; with
+    ``drop_invalid`` rows that cannot be used are left out instead, and listed.
     """
-    notes: list[str] = []
-    train = _encode_all("dataset", config.dataset, config, tokenizer, notes)
+    found = examine(config, tokenizer, limits, STREAMED_AHEAD if config.streaming else None)
+    found.report.refuse()
+    length = found.report.max_length
+    kept = [found.train]
+    whole = found.train.dataset(length)
     held_out = None
+    if found.held is not None:
+        kept.append(found.held)
+        held_out = found.held.dataset(length).select(found.held_rows)
+    elif found.held_rows:
+        held_out = whole.select(found.held_rows)
+    lengths = {min(found.train.lengths[row], length) for row in found.train_rows}
+    prepared = PreparedData(
+        train=whole.select(found.train_rows),
+        held_out=held_out,
+        report=found.report,
+        max_length=length,
+        longest=max(lengths),
+        padded=len(lengths) > 1,
+        rows=len(found.train_rows),
+        notes=found.report.remarks(),
+        kept=kept,
+    )
+    if config.streaming:
+        prepared.train = streamed(config, tokenizer, limits, length)
+        prepared.longest, prepared.padded, prepared.rows = length, True, None
+        prepared.digest = rows_digest(config)
+    return prepared
+
+
+def examine(
+    config: TrainConfig, tokenizer: Any, limits: ModelLimits | None = None, look_at: int | None = None
+) -> Examined:
+    """Read and tokenise all rows, find what is wrong with them, and choose which are trained on and which held out.
+
+    Args:
+        config: names the data, ``max_length`` (``auto``: from the data), ``eval_split``, ``dataset_weights``.
+        tokenizer: the model's.
+        limits: sizes of the model, where they are known.
+        look_at: read that many rows of each source only.
+    Raises: ConfigError where a source is not there, or the tokenizer cannot be used with such data.
+    """
+    limits = limits or ModelLimits()
+    report = DataReport(config.drop_invalid)
+    report.looked_at = look_at
+    train, ranges = TokenRows(), []
+    for source in config.sources:
+        start = len(train)
+        _collect(report, "dataset", source, train, config, tokenizer, limits, look_at)
+        ranges.append(range(start, len(train)))
+    held = None
     if config.eval_dataset:
-        held_out = _encode_all("eval_dataset", config.eval_dataset, config, tokenizer, notes)
-    elif config.eval_split:
-        held = round(len(train) * config.eval_split)
-        if not 0 < held < len(train):
-            raise ConfigError(
-                f"- eval_split: {config.eval_split} of {len(train)} rows is {held}; both parts need a row"
-            )
-        parts = train.train_test_split(test_size=held, seed=config.seed)
-        train, held_out = parts["train"], parts["test"]
-    longest = max(len(ids) for ids in train["input_ids"])
-    return PreparedData(train, held_out, notes, longest)
-
-
-def _read(key: str, source: str) -> Any:
-    """A datasets.Dataset from a file, a folder, or a hub name (``name`` or ``name:split``); errors begin with ``key``.
-
-    In a folder, files named as another split (test, validation) are left out: datasets' own rules of naming.
-    """
-    from datasets import load_dataset, load_from_disk
-
-    path = Path(source)
-    try:
-        if (path / "state.json").is_file():
-            return load_from_disk(source)
-        if path.is_dir():
-            files = sorted(file for file in path.rglob("*") if file.suffix in _READERS)
-            if not files:
-                raise ConfigError(f"- {key}: no {', '.join(_READERS)} file in {path}")
-            kinds = {_READERS[file.suffix] for file in files}
-            if len(kinds) > 1:
-                endings = ", ".join(sorted({file.suffix for file in files}))
-                raise ConfigError(f"- {key}: {path} mixes {endings} files; name the one to use")
-            return load_dataset(source, split="train", **_reading(key, files))
-        if path.is_file():
-            if path.suffix not in _READERS:
-                raise ConfigError(f"- {key}: {path} ends in {path.suffix!r}; files end in {', '.join(_READERS)}")
-            return load_dataset(_READERS[path.suffix], data_files=str(path), split="train", **_reading(key, [path]))
-        if path.suffix in _READERS:
-            raise ConfigError(f"- {key}: there is no file {path}")
-        name, _, split = source.partition(":")
-        return load_dataset(name, split=split or "train")
-    except ConfigError:
-        raise
-    except Exception as error:
-        cause = error.__cause__ or error
-        reason = f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}"
-        if "corresponds to no data" in reason:
-            reason = "it holds no rows"
-        raise ConfigError(f"- {key} {source!r} cannot be read: {reason}") from error
-
-
-def _reading(key: str, files: list[Path]) -> dict[str, Any]:
-    """Arguments for reading files of one kind, after a look at each: text must be UTF-8 and hold something."""
-    for file in files:
-        if file.stat().st_size == 0:
-            raise ConfigError(f"- {key}: {file} is empty")
-        if file.suffix != ".parquet":
-            _check_text(key, file)
-    if files[0].suffix != ".csv":
-        return {}
-    import pandas
-    from datasets import Features, Value
-
-    # A cell of a csv file is text: pandas alone would read 2.50 as 2.5, and the answer "None" as nothing.
-    columns = pandas.read_csv(files[0], nrows=0).columns
-    return {"features": Features({str(name): Value("string") for name in columns}), "keep_default_na": False}
-
-
-def _check_text(key: str, file: Path) -> None:
-    blank = True
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                blank = not line.decode("utf-8-sig").strip() and blank
-            except UnicodeDecodeError as error:
-                raise ConfigError(
-                    f"- {key}: {file}, line {number}: byte {line[error.start]:#04x} is not UTF-8; convert the file "
-                    "(for Western Windows text: iconv -f cp1252 -t utf-8)"
-                ) from None
-    if blank:
-        raise ConfigError(f"- {key}: {file} holds only blank lines")
-
-
-def _encode_all(key: str, source: str, config: TrainConfig, tokenizer: Any, notes: list[str]) -> Any:
-    from datasets import Dataset
-
-    rows = _read(key, source)
-    convert = detect(list(rows.column_names))
-    if unused := unused_columns(list(rows.column_names)):
-        notes.append(f"{source}: not used: the columns {', '.join(unused)}")
-    encoded: list[Row] = []
-    bad: list[str] = []
-    cut, longest = 0, 0
-    for number, row in enumerate(rows, 1):
-        try:
-            ids, labels = encode(convert(row), tokenizer)
-            cut, longest = cut + (len(ids) > config.max_length), max(longest, len(ids))
-            ids, labels = ids[: config.max_length], labels[: config.max_length]
-            if all(label == IGNORED for label in labels[1:]):
-                raise BadRowError(f"nothing is left to learn within max_length {config.max_length}")
-            encoded.append({"input_ids": ids, "labels": labels})
-        except BadRowError as error:
-            bad.append(f"row {number}: {error}")
-    if bad:
-        listed = "\n  ".join([*bad[:10], *([f"and {len(bad) - 10} more"] if len(bad) > 10 else [])])
-        if not config.drop_invalid:
-            raise ConfigError(
-                f"- {source}: {len(bad)} of {len(rows)} rows cannot be used (drop_invalid: true leaves them out):\n  "
-                f"{listed}"
-            )
-        notes.append(f"{source}: dropped {len(bad)} of {len(rows)} rows:\n  {listed}")
-    if not encoded:
-        raise ConfigError(f"- {source}: no row is left to train on" + (f":\n  {listed}" if bad else ""))
-    if cut:
-        notes.append(
-            f"{source}: {cut} of {len(rows)} rows are longer than max_length {config.max_length} (the longest: "
-            f"{longest} tokens) and were cut; from those the model does not learn to stop"
-        )
-    return Dataset.from_list(encoded)
-
-
-def encode(row: Row, tokenizer: Any) -> tuple[list[int], list[int]]:
-    """(input_ids, labels) of one converted row, before truncation.
-
-    Raises BadRowError where the row cannot be used, ConfigError where the tokenizer cannot be.
-    """
-    if "messages" in row:
-        return encode_chat(row["messages"], tokenizer, row.get("learnt_from", 0))
-    if tokenizer.eos_token_id is None:
-        raise ConfigError("- the tokenizer has no eos_token, so the model could not learn to stop; give it one")
-    if "text" in row:
-        ids = _ended(_tokens(row["text"], tokenizer), tokenizer)
-        return ids, list(ids)
-    prompt = _tokens(row["prompt"], tokenizer)
-    while prompt and prompt[-1] == tokenizer.eos_token_id:
-        prompt.pop()  # a tokenizer that ends every text would end the prompt before its completion
-    whole = _ended(_tokens(row["prompt"] + row["completion"], tokenizer), tokenizer)
-    if whole[: len(prompt)] == prompt:
-        answer = whole[len(prompt) :]
+        held = TokenRows()
+        _collect(report, "eval_dataset", config.eval_dataset, held, config, tokenizer, limits, None)
+    report.max_length = _length(config, train.lengths, limits, report.notes)
+    usable = _usable(report, train, ranges, tokenizer)
+    if held is None:
+        usable, held_rows = _split(config, report, train, usable, tokenizer)
     else:
-        # A token spans the border. The prompt is kept as it will be tokenised when the model is asked.
-        answer = _ended(tokenizer(row["completion"], add_special_tokens=False)["input_ids"], tokenizer)
-    return prompt + answer, [IGNORED] * len(prompt) + answer
+        (held_rows,) = _usable(report, held, [range(len(held))], tokenizer, first=len(ranges))
+        report.sources[-1].usable = len(held_rows)
+        usable = _without_copies(report, train, usable, held, held_rows, tokenizer)
+    for source_report, part in zip(report.sources, usable):
+        source_report.usable = len(part)
+    return Examined(report, train, held, _weighted(config, report, usable), held_rows)
 
 
-def _tokens(text: str, tokenizer: Any) -> list[int]:
-    """``text`` with the tokenizer's special tokens, and no second BOS where the text brings its own."""
-    bos = tokenizer.bos_token
-    own = bool(bos) and text.startswith(bos)
-    return list(tokenizer(text, add_special_tokens=not own)["input_ids"])
+# --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def _ended(ids: list[int], tokenizer: Any) -> list[int]:
-    """``ids`` and one EOS, whether or not the text or the tokenizer has brought its own."""
-    end = tokenizer.eos_token_id
-    while ids and ids[-1] == end:
-        ids = ids[:-1]
-    return [*ids, end]
+def _collect(
+    report: DataReport,
+    key: str,
+    name: str,
+    rows: TokenRows,
+    config: TrainConfig,
+    tokenizer: Any,
+    limits: ModelLimits,
+    look_at: int | None,
+) -> None:
+    """Tokenise the rows of one source into ``rows``; what is wrong goes into its part of ``report``."""
+    source = SourceReport(key, name)
+    report.sources.append(source)
+    items = read(key, name, streaming=config.streaming)
+    remarks = Remarks()
+    for item in RowStream(itertools.islice(items, look_at), source, tokenizer, limits, remarks):
+        if isinstance(item, Problem):
+            report.add(source, item)
+            continue
+        place, ids, labels, start = item
+        source.example = source.example or (ids, labels)
+        rows.append(place, ids, labels, start)
+    for note in remarks.notes(name):
+        source.findings.add(note)
+
+
+# --- choosing ---------------------------------------------------------------------------------------------------------
+
+
+def _length(config: TrainConfig, lengths: Sequence[int], limits: ModelLimits, notes: list[str]) -> int:
+    """``max_length``, or the one that suits the rows; what is said about it goes into ``notes``."""
+    if config.max_length:
+        if limits.positions and config.max_length > limits.positions and max(lengths, default=0) > limits.positions:
+            notes.append(
+                f"max_length is {config.max_length}, and the model was made for {limits.positions} positions; rows are "
+                "longer than that"
+            )
+        return config.max_length
+    length = fitting_length(lengths, limits.positions)
+    notes.append(f"max_length: auto is {length}: 99 % of the rows have no more tokens")
+    return length
+
+
+def fitting_length(lengths: Sequence[int], positions: int | None = None) -> int:
+    """The 99th percentile of ``lengths``, rounded up to a multiple of 64, within the model's ``positions``. Tokens.
+
+    >>> fitting_length([10] * 98 + [130, 4000]), fitting_length([10] * 98 + [130, 4000], positions=128)
+    (192, 128)
+    """
+    if not len(lengths):
+        return positions or _LENGTH_STEP
+    mark = int(numpy.percentile(numpy.asarray(lengths), 99, method="lower"))
+    length = -(-mark // _LENGTH_STEP) * _LENGTH_STEP
+    return min(length, positions) if positions else length
+
+
+def _usable(
+    report: DataReport, rows: TokenRows, ranges: list[range], tokenizer: Any, first: int = 0
+) -> list[list[int]]:
+    """The rows of each range that hold something to learn within max_length; the others are told."""
+    kept = []
+    for source, part in zip(report.sources[first:], ranges):
+        source.measure(rows.lengths[part.start : part.stop], rows.trained[part.start : part.stop])
+        source.cut = sum(rows.lengths[row] > report.max_length for row in part)
+        usable = [row for row in part if rows.starts[row] < report.max_length]
+        source.masked = len(part) - len(usable)
+        if source.masked:
+            for row in part:
+                if rows.starts[row] >= report.max_length:
+                    why = f"nothing is left to learn within max_length {report.max_length}"
+                    fix = f"its answer begins after {rows.starts[row]} tokens: raise max_length, or shorten its prompt"
+                    report.add(source, Problem(rows.place(row), why, fix, raw=rows.text(row, tokenizer)))
+        kept.append(usable)
+    return kept
+
+
+def _split(
+    config: TrainConfig, report: DataReport, train: TokenRows, usable: list[list[int]], tokenizer: Any
+) -> tuple[list[list[int]], list[int]]:
+    """(rows of each source to train on, rows held out): ``eval_split`` of all rows, drawn by the seed."""
+    if not config.eval_split:
+        return usable, []
+    rows = [row for part in usable for row in part]
+    held = round(len(rows) * config.eval_split)
+    if not 0 < held < len(rows):
+        if not report.clean and not config.drop_invalid:
+            return usable, []
+        raise ConfigError(f"- eval_split: {config.eval_split} of {len(rows)} rows is {held}; both parts need a row")
+    order = numpy.random.default_rng(config.seed).permutation(len(rows))
+    chosen = {rows[place] for place in order[:held]}
+    rest = [[row for row in part if row not in chosen] for part in usable]
+    held_rows = sorted(chosen)
+    return _without_copies(report, train, rest, train, held_rows, tokenizer), held_rows
+
+
+def _without_copies(
+    report: DataReport,
+    train: TokenRows,
+    usable: list[list[int]],
+    held: TokenRows,
+    held_rows: list[int],
+    tokenizer: Any,
+) -> list[list[int]]:
+    """``usable`` without the rows that are also held out: a loss on rows that were trained on says nothing."""
+    seen = {held.digests[row]: row for row in held_rows}
+    kept = []
+    for source, part in zip(report.sources, usable):
+        kept.append([row for row in part if train.digests[row] not in seen])
+        source.copies = len(part) - len(kept[-1])
+        if source.copies:
+            for row in part:
+                twin = seen.get(train.digests[row])
+                if twin is not None:
+                    why = f"it is also held out ({held.place(twin)})"
+                    fix = "take it out of one of the two"
+                    report.add(source, Problem(train.place(row), why, fix, raw=train.text(row, tokenizer)))
+    return kept
+
+
+def _weighted(config: TrainConfig, report: DataReport, usable: list[list[int]]) -> list[int]:
+    """The rows of an epoch: each source's as often as its weight says; a fraction is drawn by the seed."""
+    if config.dataset_weights is None:
+        return [row for part in usable for row in part]
+    taken: list[int] = []
+    for number, (part, weight) in enumerate(zip(usable, config.dataset_weights)):
+        whole, share = divmod(weight, 1)
+        drawn = numpy.random.default_rng((config.seed, number)).permutation(len(part))[: round(len(part) * share)]
+        rows = part * int(whole) + [part[place] for place in sorted(drawn)]
+        if part and not rows:
+            name = report.sources[number].name
+            raise ConfigError(f"- dataset_weights: {weight:g} of the {len(part)} rows of {name} is none; raise it")
+        report.sources[number].taken = len(rows)
+        taken += rows
+    return taken

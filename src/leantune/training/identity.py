@@ -33,7 +33,7 @@ def identity(config: TrainConfig, data: PreparedData) -> dict[str, Any]:
     values: dict[str, Any] = {key: getattr(config, key) for key in _SETTINGS}
     values |= {key: config.extra[key] for key in _EXTRA if key in config.extra}
     values = json.loads(json.dumps(values))
-    return {**values, "rows": len(data.train), "data": _digest(data.train)}
+    return {**values, "rows": data.rows, "data": data.digest or _digest(data.train)}
 
 
 def write_identity(config: TrainConfig, data: PreparedData, folder: Path) -> None:

@@ -1,5 +1,6 @@
 """``train``: the whole of a run, top to bottom."""
 
+import dataclasses
 import json
 import os
 import tempfile
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback, set_seed
+from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback, set_seed
 from trl import SFTConfig
 
 from leantune.activations.velora.apply import VeloraHandle, apply_velora
@@ -26,6 +27,8 @@ from leantune.training.identity import check_identity, write_identity
 from leantune.training.log import RunLog
 from leantune.training.moved import MovedShare
 from leantune.training.optimizers import build_optimizer
+from leantune.training.packed_rows import check_packed_rows_apart
+from leantune.training.pretrained import load_tokenizer, model_limits
 from leantune.training.progress import ProgressBar
 from leantune.training.summary import header, summary, write_summary
 from leantune.training.trainer import LeanTrainer, base_model, check_exact_loss
@@ -61,14 +64,17 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     _refuse_missing_trackers(config)
     resume_from = _checkpoint_to_resume(config, output)
     set_seed(config.seed)
-    tokenizer = _tokenizer(config)
-    data = load_data(config, tokenizer)
+    tokenizer = load_tokenizer(config.model_name_or_path)
+    data = load_data(config, tokenizer, model_limits(config.model_name_or_path))
+    config = dataclasses.replace(config, max_length=data.max_length)
     if resume_from is not None:
         check_identity(config, data, output)
     finished = resume_from is not None and _only_the_model_is_missing(config, resume_from, output)
     model = _model(config)
     if config.exact_savings:
         check_exact_loss(model)
+    if config.packing:
+        check_packed_rows_apart(base_model(model))
     velora = _velora(config, model)
     if not torch.cuda.is_available():
         # Without AVX-512 a CPU multiplies bfloat16 in loops, a hundred times slower than in fp32.
@@ -82,6 +88,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     output.mkdir(parents=True, exist_ok=True)
     (output / "leantune_config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     write_identity(config, data, output)
+    data.report.write_dropped(output)
     if plan is not None:
         plan.save(output)
     moved = MovedShare()
@@ -197,18 +204,6 @@ def _refuse_unwritable(output: Path) -> None:
         raise ConfigError(f"- output_dir {output} cannot be written: {place}: {error.strerror}") from None
 
 
-def _tokenizer(config: TrainConfig) -> Any:
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(config.model_name_or_path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"- model_name_or_path {config.model_name_or_path!r}: {str(error).splitlines()[0]}"
-        ) from error
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
-
-
 def _model(config: TrainConfig) -> Any:
     try:
         model = AutoModelForCausalLM.from_pretrained(config.model_name_or_path, dtype=getattr(torch, config.dtype))
@@ -254,7 +249,8 @@ def _trainer(
         "max_grad_norm": _transformers_bound(config),
         "bf16": config.bf16,
         "fp16": False,
-        "max_length": config.max_length,
+        # Rows are cut already: TRL would copy all of them to look again.
+        "max_length": config.max_length if config.packing else None,
         "packing": config.packing,
         "per_device_train_batch_size": config.per_device_train_batch_size,
         "per_device_eval_batch_size": config.per_device_train_batch_size,
@@ -320,7 +316,7 @@ def _plan(config: TrainConfig, trainer: LeanTrainer, data: PreparedData) -> Plan
             raise ConfigError(f"- optim: {config.optim} cannot be used here: {error}") from error
     rows, length = config.per_device_train_batch_size, data.longest
     # Rows of one length, and rows alone, need no attention mask.
-    padded = rows > 1 and len({len(ids) for ids in data.train["input_ids"]}) > 1
+    padded = rows > 1 and data.padded
     if config.packing:
         # TRL lays a batch of packed rows out as one row, with a mask that keeps them apart.
         rows, length, padded = 1, rows * config.max_length, True

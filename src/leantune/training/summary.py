@@ -51,9 +51,8 @@ def header(
         table.add_row("VeLoRA", f"{', '.join(config.velora_target_modules)} in {config.velora_num_groups} sub-tokens")
     held = len(data.held_out) if data.held_out is not None else 0
     packed = ", packed" if config.packing else ""
-    table.add_row(
-        "data", f"{len(data.train):,} rows to train on, {held:,} held out, longest {data.longest} tokens{packed}"
-    )
+    rows = "rows read as they are needed" if data.rows is None else f"{data.rows:,} rows to train on"
+    table.add_row("data", f"{rows}, {held:,} held out, longest {data.longest} tokens{packed}")
     table.add_row("device", f"{trainer.args.device}, one a process")
     console.print(table)
     for note in [*config.notes, *data.notes]:
