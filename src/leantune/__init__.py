@@ -17,6 +17,7 @@ _HOMES = {
     "FusedBackward": "leantune.backward.fused",
     "LossScale": "leantune.backward.scaling",
     "apply_velora": "leantune.activations.velora.apply",
+    "apply_exact_savings": "leantune.activations.exact.apply",
     "linear_cross_entropy": "leantune.activations.loss",
     "attach": "leantune.training.attach",
 }
