@@ -64,6 +64,12 @@ class BlockForward(SavingForward):
             return self.original(*args, **kwargs)
 
 
+class FamilyForward(BlockForward):
+    """The module around layers with adapters."""
+
+    saving = "shared_adapter_input"
+
+
 class AdapterForward(SavingForward):
     """A layer with low-rank adapters: copies of its input in the adapters' dtype can be made again from it."""
 
