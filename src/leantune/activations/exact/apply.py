@@ -34,7 +34,8 @@ def apply_exact_savings(
         swiglu: activations and gated products are made again in backward (`leantune.activations.exact.apply`).
         dropout: masks of ``nn.Dropout`` are drawn again from the generator's state: 5,056 bytes a dropout on a CPU, 16
             on CUDA. A mask that is smaller is kept.
-        shared_adapter_input: one input for adapters that each keep a copy of it.
+        shared_adapter_input: one input for adapters that each keep a copy of it. Where the adapters have a dropout,
+            the copies are dropped ones, and ``dropout`` must be chosen too for them to go.
 
     Returns: a handle with ``report()`` and ``remove()``. Where nothing is found, the report says so.
 
