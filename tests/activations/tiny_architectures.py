@@ -78,12 +78,17 @@ def batch():
     return {"input_ids": ids, "labels": ids.clone()}
 
 
+def loss_of(model):
+    """The loss of the batch under seed 3, with its graph."""
+    torch.manual_seed(3)
+    return model(**batch()).loss
+
+
 def step(model, *, autocast=None, backwards=1):
     """(loss, gradients by name) of one step under seed 3; backward is run ``backwards`` times over the one forward,
     and the gradients are the last one's."""
-    torch.manual_seed(3)
     with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
-        loss = model(**batch()).loss
+        loss = loss_of(model)
     for left in reversed(range(backwards)):
         model.zero_grad()
         loss.backward(retain_graph=left > 0)
@@ -92,9 +97,8 @@ def step(model, *, autocast=None, backwards=1):
 
 def saved_bytes(model, *, autocast=None):
     """Bytes that a forward keeps for backward."""
-    torch.manual_seed(3)
     with SavedBytes(model) as saved, torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
-        model(**batch())
+        loss_of(model)
     return saved.bytes
 
 

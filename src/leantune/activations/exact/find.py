@@ -86,14 +86,15 @@ def _find_blocks(model: nn.Module, found: Found) -> None:
     counts: dict[int, int] = {}
     for path in _paths(model):
         name, module = path[-1]
+        if getattr(module, "inplace", False) is True and not isinstance(module, nn.modules.dropout._DropoutNd):
+            found.left.append((name, "an activation in place overwrites what it would be made again from"))
+            continue
         keeps = _keeps(module)
         if keeps is None:
             continue
         around = [pair for pair in reversed(path[:-1]) if not isinstance(pair[1], _CONTAINERS)]
         block = next((pair for pair in around if _projections(pair[1], counts) >= 2), None)
-        if getattr(module, "inplace", False):
-            found.left.append((name, "an activation in place overwrites what it would be made again from"))
-        elif block is None:
+        if block is None:
             found.left.append((name, "no module around it holds two projections"))
         else:
             if id(module) not in seen:
@@ -147,18 +148,19 @@ def _keeps(module: nn.Module) -> Keeps | None:
 
 
 def _tried(module: nn.Module, x: Tensor) -> Keeps | None:
+    run = module.forward  # not the module itself: its hooks must not see a trial
     with torch.no_grad():
-        y, other = module(x.clone()), module(torch.cat([x[:1], -x[1:]]))
+        y, other = run(x.clone()), run(torch.cat([x[:1], -x[1:]]))
         if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype:
             return None
         # Equal runs; elements that do not depend on the others; something done at all.
-        if not torch.equal(y, module(x.clone())) or not _close(other[:1], y[:1]) or torch.equal(x, y):
+        if not torch.equal(y, run(x.clone())) or not _close(other[:1], y[:1]) or torch.equal(x, y):
             return None
-        alone = torch.stack([module(element.view(1, 1)).view(()) for element in x.flatten()]).view_as(x)
+        alone = torch.stack([run(element.view(1, 1)).view(()) for element in x.flatten()]).view_as(x)
         if not _close(alone, y):
             return None
     results: list[Tensor] = []
-    saved = saved_by(lambda tensor: results.append(module(tensor)), x.clone().requires_grad_())
+    saved = saved_by(lambda tensor: results.append(run(tensor)), x.clone().requires_grad_())
     same = [torch.equal(tensor, x) for tensor in saved]
     if all(same):
         return "input"

@@ -21,7 +21,7 @@ class Region:
     """
 
     def __init__(self, function: Callable[..., object], parts: tuple[Part | Recipe, ...]) -> None:
-        self.parts = parts
+        self._parts = parts
         self._function = function
         self._held: list[Held | Remade] = []
         self._packed = 0
@@ -29,14 +29,18 @@ class Region:
 
     def leaves(self) -> list[Tensor]:
         """The tensors that have to be kept."""
-        return Recipe(torch.empty_like, self.parts).leaves()
+        return Recipe(torch.empty_like, self._parts).leaves()
 
     def pack(self, outer: Hooks | None) -> "Inside":
         """What autograd holds in place of the tensor that is being saved."""
         if not self._packed:
-            self._held = [hold(part, outer) for part in self.parts]
+            self._held = [hold(part, outer) for part in self._parts]
         self._packed += 1
         return Inside(self, self._packed - 1)
+
+    def close(self) -> None:
+        """Forward has left the stretch: what it needs is held as the hooks around want it, and nothing else."""
+        self._parts = ()
 
     def saved(self, number: int) -> Tensor:
         """The tensor that was saved as this ``number``; each run hands every one over once, to be freed after use."""

@@ -50,6 +50,10 @@ class Scope:
         self._region: Region | None = None
         self.hooks: Hooks = (self._pack, _unpack)
 
+    def close(self) -> None:
+        """Forget every tensor: a graph keeps the hooks of its saved tensors, and with them this scope."""
+        self._known.clear()
+
     # -- what can be made again ---------------------------------------------------------------------------------------
 
     def knows(self, tensor: Tensor) -> bool:
@@ -124,6 +128,7 @@ class Scope:
             yield
         finally:
             self._region = outside
+            region.close()
 
     @contextmanager
     def inside(self, ledger: Ledger, *, adapter: bool = False) -> Iterator["Scope"]:
@@ -184,6 +189,7 @@ def running(ledger: Ledger, *, adapter: bool = False) -> Iterator[Scope]:
             yield scope
     finally:
         stack.pop()
+        scope.close()
 
 
 def _open_scope() -> Scope | None:
