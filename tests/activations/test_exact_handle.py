@@ -52,7 +52,9 @@ def test_a3_fp32_adapters_on_a_bf16_base_share_one_bf16_input():
     before = saved_bytes(model)
     lt.apply_exact_savings(model)
     copies = TOKENS * (6 * WIDTH + INNER) * WIDE  # of q, k, v, o, gate, up and of down
-    shared = 2 * TOKENS * WIDTH * NARROW  # of q, k, v and of gate, up; attention keeps that of o, the product that of down
+    shared = (
+        2 * TOKENS * WIDTH * NARROW
+    )  # of q, k, v and of gate, up; attention keeps that of o, the product that of down
     activation = TOKENS * INNER * NARROW
     assert before - saved_bytes(model) == LAYERS * (copies - shared + activation)
 
@@ -100,7 +102,7 @@ def two_adapters():
 
 @pytest.mark.parametrize("kind", ["two", "rslora", "dora"])
 def test_other_kinds_of_adapters(kind):
-    options = {"rslora": dict(use_rslora=True), "dora": dict(use_dora=True)}
+    options = {"rslora": {"use_rslora": True}, "dora": {"use_dora": True}}
     model = two_adapters() if kind == "two" else add_lora(build("Llama", torch.bfloat16), dropout=0.2, **options[kind])
     plain, before = step(model), saved_bytes(model)
     lt.apply_exact_savings(model)

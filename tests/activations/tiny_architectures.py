@@ -10,21 +10,21 @@ from leantune.activations.saved_bytes import SavedBytes
 
 TOKENS, WIDTH, INNER, LAYERS, VOCABULARY = 96, 32, 80, 2, 64
 
-_DECODER = dict(
-    hidden_size=WIDTH,
-    intermediate_size=INNER,
-    num_hidden_layers=LAYERS,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    vocab_size=VOCABULARY,
-    max_position_embeddings=128,
-    pad_token_id=0,
-)
+_DECODER = {
+    "hidden_size": WIDTH,
+    "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
 _ENCODER = {name: size for name, size in _DECODER.items() if name not in ("num_key_value_heads", "head_dim")}
-_GPT2 = dict(n_embd=WIDTH, n_layer=LAYERS, n_head=4, vocab_size=VOCABULARY, n_positions=128)
-_EXPERTS = _DECODER | dict(num_experts_per_tok=2)
-_T5 = dict(d_model=WIDTH, d_kv=8, d_ff=INNER, num_layers=LAYERS, num_heads=4, vocab_size=VOCABULARY)
+_GPT2 = {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 128}
+_EXPERTS = _DECODER | {"num_experts_per_tok": 2}
+_T5 = {"d_model": WIDTH, "d_kv": 8, "d_ff": INNER, "num_layers": LAYERS, "num_heads": 4, "vocab_size": VOCABULARY}
 
 _CONFIGS = {
     "Llama": ("LlamaForCausalLM", "LlamaConfig", _DECODER),
@@ -37,9 +37,13 @@ _CONFIGS = {
     "Phi3": ("Phi3ForCausalLM", "Phi3Config", _DECODER),
     "GPT2": ("GPT2LMHeadModel", "GPT2Config", _GPT2),
     "Bert": ("BertForMaskedLM", "BertConfig", _ENCODER),
-    "T5": ("T5ForConditionalGeneration", "T5Config", _T5 | dict(feed_forward_proj="gated-gelu")),
-    "Qwen3Moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", _EXPERTS | dict(num_experts=4, moe_intermediate_size=INNER)),
-    "Mixtral": ("MixtralForCausalLM", "MixtralConfig", _EXPERTS | dict(num_local_experts=4)),
+    "T5": ("T5ForConditionalGeneration", "T5Config", _T5 | {"feed_forward_proj": "gated-gelu"}),
+    "Qwen3Moe": (
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        _EXPERTS | {"num_experts": 4, "moe_intermediate_size": INNER},
+    ),
+    "Mixtral": ("MixtralForCausalLM", "MixtralConfig", _EXPERTS | {"num_local_experts": 4}),
 }
 ARCHITECTURES = list(_CONFIGS)
 

@@ -65,7 +65,7 @@ def apply_exact_savings(
             )
     found = find(model, swiglu=swiglu, dropout=dropout, shared_adapter_input=shared_adapter_input)
     for forward in found.forwards:
-        forward.module.forward = forward  # type: ignore[method-assign]
+        forward.module.forward = forward
     return ExactSavings(found.forwards, found.left)
 
 
@@ -113,7 +113,7 @@ class ExactSavings:
             if forward.replaced is None:
                 del forward.module.forward
             else:
-                forward.module.forward = forward.replaced  # type: ignore[method-assign]
+                forward.module.forward = forward.replaced
         self._forwards = []
 
 

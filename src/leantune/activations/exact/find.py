@@ -25,7 +25,6 @@ from leantune.activations.exact.forwards import (
 )
 from leantune.activations.exact.region import saved_by
 
-
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 """Modules that are never called themselves."""
 

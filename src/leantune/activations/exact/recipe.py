@@ -117,7 +117,7 @@ class Layout:
 
     @classmethod
     def at(cls, tensor: Tensor) -> "Layout":
-        return cls(tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+        return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def fitted(self, value: Tensor) -> Tensor:
         """``value``, in these strides: hooks that offload need not give a tensor back in those it had."""

@@ -21,9 +21,7 @@ from leantune.activations.exact.recipe import Held, Hooks, Layout, Part, Recipe,
 from leantune.activations.exact.region import Inside, Region
 
 _PRODUCTS = frozenset((torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__))
-_CASTS = frozenset(
-    (Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type, Tensor.type_as)
-)
+_CASTS = frozenset((Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type, Tensor.type_as))
 _LOCAL = threading.local()
 
 
@@ -165,7 +163,8 @@ def can_run() -> bool:
     compiler decides itself what to make again)."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
-    return torch.is_grad_enabled() and torch._C._autograd._saved_tensors_hooks_is_enabled()
+    allowed: bool = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+    return allowed and torch.is_grad_enabled()
 
 
 @contextmanager
