@@ -43,10 +43,6 @@ _CONFIGS = {
         "Qwen3MoeConfig",
         _EXPERTS | {"num_experts": 4, "moe_intermediate_size": INNER},
     ),
-        "Qwen3MoeForCausalLM",
-        "Qwen3MoeConfig",
-        _EXPERTS | {"num_experts": 4, "moe_intermediate_size": INNER},
-    ),
     "Mixtral": ("MixtralForCausalLM", "MixtralConfig", _EXPERTS | {"num_local_experts": 4}),
 }
 ARCHITECTURES = list(_CONFIGS)
