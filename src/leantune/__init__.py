@@ -18,6 +18,7 @@ _HOMES = {
     "replicate": "leantune.backward.reduction",
     "LossScale": "leantune.backward.scaling",
     "apply_velora": "leantune.activations.velora.apply",
+    "apply_exact_savings": "leantune.activations.exact.apply",
     "linear_cross_entropy": "leantune.activations.loss",
     "attach": "leantune.training.attach",
 }
