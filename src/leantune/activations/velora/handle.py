@@ -1,17 +1,21 @@
 """What `apply_velora` gives back: the layers it changed, their directions, their report, and the way back."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from leantune.activations.velora.factored import attach_optimizer
 from leantune.activations.velora.layer import Layer
 from leantune.activations.velora.report import VeloraReport, VeloraRow
 from leantune.activations.velora.site import Site
-from leantune.errors import StateMismatchError
+from leantune.errors import InvalidArgumentError, StateMismatchError
 from leantune.kernels.half_linear import needs_fp32_products
 
-_COUNT = ".forwards"
+_FORWARDS, _FOLDS = ".forwards", ".folds"
+"""What follows a site's name in the keys of its counters."""
 
 
 class VeloraHandle:
@@ -19,6 +23,7 @@ class VeloraHandle:
 
     def __init__(self, model: nn.Module, layers: list[Layer]) -> None:
         self._layers = layers
+        self._ends: list[Callable[[], None]] = []
         linear = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear))
         self._trained = {name for name, module in linear if module.weight.requires_grad}
 
@@ -61,6 +66,18 @@ class VeloraHandle:
                 cpu = site.weight.device.type == "cpu"
                 site.product.wide = cpu and needs_fp32_products(site.weight.dtype)
 
+    def attach(self, optimizer: Optimizer) -> None:
+        """With ``factored=True``: let the steps of ``optimizer`` reach the weights. For each optimizer that has some of
+        the layers' parameters, once, before training.
+
+        Raises InvalidArgumentError or InvalidTypeError for an optimizer that has none of them, or whose step is not
+        known to be one on the whole gradient; nothing is changed.
+        """
+        factors = [site.factor for site in self.sites if site.factor is not None]
+        if not factors:
+            raise InvalidArgumentError("attach(optimizer) is for apply_velora(..., factored=True).")
+        self._ends.append(attach_optimizer(factors, optimizer))
+
     def remove(self) -> None:
         """Restore every layer exactly as it was.
 
@@ -68,31 +85,41 @@ class VeloraHandle:
         """
         for layer in self._layers:
             layer.check_on_top()
+        for end in self._ends:
+            end()
+        for site in self.sites:
+            if site.factor is not None:
+                site.factor.remove()
         for layer in self._layers:
             layer.leave()
-        self._layers = []
+        self._layers, self._ends = [], []
 
     def state_dict(self) -> dict[str, Tensor]:
         """What a run needs to go on: of every site that has one its direction, fp32 (sub-token size,), by its name (no
-        entry: not set yet); and where directions are refreshed, the forwards counted so far."""
+        entry: not set yet), and its counters, int64: forwards where directions are refreshed, steps where factored."""
         state = {site.name: site.v.clone() for site in self.sites if site.v is not None}
-        counted = (site for site in self.sites if site.refresh_every is not None)
-        return state | {site.name + _COUNT: torch.tensor(site.forwards) for site in counted}
+        return state | {name: torch.tensor(count) for name, count in self._counters().items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restore `state_dict`; raises StateMismatchError, nothing changed, where a name or size does not fit."""
-        by_name = {site.name: site for site in self.sites}
         shapes: dict[str, tuple[int, ...]] = {site.name: (site.product.cut.size,) for site in self.sites}
-        shapes |= {site.name + _COUNT: () for site in self.sites if site.refresh_every is not None}
+        shapes |= dict.fromkeys(self._counters(), ())
         for name, value in state.items():
-            if tuple(value.shape) != shapes.get(name, (-1,)):
+            if name not in shapes or tuple(value.shape) != shapes[name]:
                 raise StateMismatchError(
                     f"saved VeLoRA state {name} has shape {tuple(value.shape)}, here: {shapes.get(name, 'none such')}. "
-                    "Apply VeLoRA with the target_modules, num_groups and refresh_every it was saved with."
+                    "Apply VeLoRA with the target_modules, num_groups, refresh_every and factored it was saved with."
                 )
-        for name, site in by_name.items():
-            site.v = state[name].to(site.weight.device, torch.float32) if name in state else None
-            site.forwards = int(state.get(name + _COUNT, 0))
+        for site in self.sites:
+            v = state.get(site.name)
+            site.v = None if v is None else v.to(site.weight.device, torch.float32, copy=True)
+            site.forwards = int(state.get(site.name + _FORWARDS, 0))
+            if site.factor is not None:
+                site.factor.folds = int(state.get(site.name + _FOLDS, 0))
+
+    def _counters(self) -> dict[str, int]:
+        counted = {site.name + _FORWARDS: site.forwards for site in self.sites if site.refresh_every is not None}
+        return counted | {site.name + _FOLDS: site.factor.folds for site in self.sites if site.factor is not None}
 
     def save(self, path: str | Path) -> None:
         """Write `state_dict` to a safetensors file."""

@@ -96,7 +96,7 @@ class Site:
         watches = not (trace or torch.compiler.is_compiling())
         if watches:
             self._note(x, z)
-        coefficients, norms = (None, None) if self.factor is None else self.factor.of(self, x.device)
+        coefficients, norms = (None, None) if self.factor is None else self.factor.of(self, v)
         y: Tensor = Projected.apply(x, weight, bias, coefficients, norms, z, v, self.product, dtype)
         if watches and self.source is not None:
             y.register_hook(partial(_look_whether_held, self, self.source))
