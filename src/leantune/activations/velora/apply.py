@@ -1,13 +1,15 @@
 """apply_velora: put the projection into chosen layers of a model."""
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from leantune.activations.velora.factored import Factor, check_factorable
-from leantune.activations.velora.handle import VeloraHandle
+from leantune.activations.velora.handle import VeloraHandle, checkpointed_block
 from leantune.activations.velora.kinds import layer_of
+from leantune.activations.velora.site import UNDER_CHECKPOINTING
 from leantune.activations.velora.targets import matched_modules
 from leantune.errors import InvalidArgumentError
 
@@ -45,6 +47,7 @@ def apply_velora(
     close names), a match that is not a trained layer of a known kind, VeLoRA applied twice, a num_groups the layer
     cannot be cut into.
 
+    >>> import torch
     >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
     >>> handle = apply_velora(model, ["2"], num_groups=8)
     >>> model(torch.rand(5, 64)).sum().backward()
@@ -68,4 +71,6 @@ def apply_velora(
     if factored:
         for position, site in enumerate(handle.sites):
             site.factor = Factor(site, position)
+    if any(checkpointed_block(model, layer.name) is not None for layer in layers):
+        warnings.warn(UNDER_CHECKPOINTING, stacklevel=2)
     return handle

@@ -72,8 +72,6 @@ class Factor:
 
     def of(self, site: Site, v: Tensor) -> tuple[Tensor, Tensor]:
         """(P, the factor of each group of C in its gradient), for a forward that trains."""
-        if not torch.compiler.is_compiling():
-            self._check_ready()
         if self._norms is None or self._norms[0] is not v:
             self._norms = v, self._measure(v)
         return self.proxy, self._norms[1]
@@ -127,7 +125,8 @@ class Factor:
     def _measure(self, v: Tensor) -> Tensor:
         return group_norms(v, self.site.product.cut).to(self.proxy)
 
-    def _check_ready(self) -> None:
+    def check_ready(self) -> None:
+        """Raise BackwardError before a training forward whose step would not reach the weight."""
         if self.optimizer is None or self.optimizer() is None:
             raise BackwardError(
                 f"{self.site.name} trains factored, but no optimizer is attached: its steps would never reach the "
