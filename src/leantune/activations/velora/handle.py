@@ -202,12 +202,15 @@ _SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("qu
 
 
 def checkpointed_block(model: nn.Module, name: str) -> str | None:
-    """The innermost module around ``name`` that says it is checkpointed, as transformers' blocks do."""
+    """The block of transformers around ``name`` that is checkpointed, by its name; None where there is none."""
     found, path, module = None, "", model
     for part in name.split("."):
-        if getattr(module, "gradient_checkpointing", False) is True and module is not model:
+        # A model carries the flag too, and means its blocks.
+        is_block = any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__)
+        if is_block and getattr(module, "gradient_checkpointing", False):
             found = path
-        if not hasattr(module, part) or not isinstance(getattr(module, part), nn.Module):
+        inner = getattr(module, part, None)
+        if not isinstance(inner, nn.Module):  # a site's name goes on with its weight's
             return found
-        module, path = getattr(module, part), f"{path}.{part}".lstrip(".")
+        module, path = inner, f"{path}.{part}".lstrip(".")
     return found

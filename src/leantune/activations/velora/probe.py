@@ -7,7 +7,7 @@ For the exact dW = dY^T X and its approximation C v^T the inner product is |C|^2
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,13 +137,12 @@ def probe_sites(sites: list[Site], model: nn.Module, batch: Any, loss: Loss) -> 
         raise InvalidArgumentError(
             "the model is in evaluation mode, and a probe looks at a training step: call model.train() first."
         )
-    device = next(iter(model.parameters())).device
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
-        with torch.enable_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with torch.enable_grad():
             exact_bytes = _kept(sites, model, batch, loss, "plain")
             kept_bytes = _kept(sites, model, batch, loss, "projected")
-            with _put_in(sites) as probes:
+            with _put_in(sites) as probes, _same_random_numbers(model):
                 value = loss(model, batch)
                 # For the taps alone: no parameter gets a gradient, and no hook of one runs.
                 torch.autograd.grad(value, [probe.tap for probe in probes], allow_unused=True)
@@ -153,6 +152,12 @@ def probe_sites(sites: list[Site], model: nn.Module, batch: Any, loss: Loss) -> 
         for buffer, before in buffers:  # of batch normalisation
             buffer.copy_(before)
     return ProbeReport(rows, exact_bytes, kept_bytes)
+
+
+def _same_random_numbers(model: nn.Module) -> AbstractContextManager[None]:
+    """Every forward of a probe drops out what the next step would have, and the random state stays as it is."""
+    device = next(iter(model.parameters())).device
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 @contextmanager
@@ -175,7 +180,7 @@ def _kept(sites: list[Site], model: nn.Module, batch: Any, loss: Loss, rehearses
             site.rehearses = rehearses
         for weight in frozen:
             weight.requires_grad_(True)  # the layer to compare with trains its weight
-        with SavedBytes(model) as saved:
+        with SavedBytes(model) as saved, _same_random_numbers(model):
             loss(model, batch)
         return saved.bytes
     finally:

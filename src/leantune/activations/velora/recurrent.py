@@ -6,6 +6,7 @@ is what becomes Z. The gates' own activations are kept as torch's cell keeps the
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from leantune.activations.velora.kind import own_type, refuse_frozen
@@ -61,6 +62,8 @@ class RecurrentKind:
 def _state(state: Tensor | None, x: Tensor, layer: Layer, batched: bool) -> Tensor:
     if state is None:
         return x.new_zeros((x.shape[0], layer.sites[1].product.cut.features))
+    if state.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
+        state = state.to(torch.get_autocast_dtype("cuda"))  # as torch's cell does, there alone
     return state if batched else state[None]
 
 
