@@ -214,3 +214,19 @@ def test_what_cannot_reach_the_weight_is_refused() -> None:
     assert set(dict(model.named_parameters())) == {"0.weight", "0.bias"} and model[0].weight.requires_grad
     model(torch.rand(2, 48)).sum().backward()
     copy.deepcopy(model)
+
+
+def test_g8_a_dropped_step_leaves_the_weight_alone() -> None:
+    torch.manual_seed(0)
+    model, handle = factored(nn.Linear(48, 24).to(torch.float16))
+    optimizer = lt.AdamW(model.named_parameters(), lr=1e-2, weight_decay=0.5)
+    handle.attach(optimizer)
+    fused = lt.FusedBackward(optimizer, model, loss_scale=lt.LossScale())
+    before = model[0].weight.detach().clone()
+    fused.backward(model(torch.rand(2, 48).half()).float().sum() * 1e4)
+    optimizer.step()
+    assert fused.dropped and torch.equal(model[0].weight, before)
+    while fused.dropped:
+        fused.backward(model(torch.rand(2, 48).half()).float().mean())
+        optimizer.step()
+    assert not torch.equal(model[0].weight, before)

@@ -9,6 +9,7 @@ import torch
 from reference.velora import approximate, cell, rebuilt, rebuilt_channels
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
 import leantune as lt
@@ -296,3 +297,37 @@ def test_a_compiled_model_has_one_graph_once_directions_are_set() -> None:
 def test_functional_oracle_of_linear_layers_is_torchs() -> None:
     x, weight = torch.randn(5, 8, dtype=torch.float64), torch.randn(3, 8, dtype=torch.float64)
     torch.testing.assert_close(approximate(functional.linear, x, x / 2, weight, None), functional.linear(x, weight))
+
+
+class Recorded(TorchDispatchMode):
+    """The operators that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(48, 24), lambda: nn.Conv1d(48, 24, 3), lambda: nn.GRUCell(48, 24)])
+def test_a_steady_step_waits_for_no_value_and_measures_nothing(make) -> None:
+    _, changed, _ = pair(make)
+    shape = (2, 48, 5) if isinstance(changed, nn.Conv1d) else (2, 48)
+    inputs = (torch.rand(shape), torch.rand(2, 24)) if isinstance(changed, nn.GRUCell) else (torch.rand(shape),)
+    with Recorded() as first:
+        changed(*inputs).sum().backward()
+    with Recorded() as steady:
+        changed(*inputs).sum().backward()
+    waits = {"_local_scalar_dense.default", "item.default", "is_nonzero.default"}
+    assert waits & set(first.names) and "linalg_vector_norm.default" in first.names
+    assert not waits & set(steady.names) and "linalg_vector_norm.default" not in steady.names
+
+
+def test_a_second_derivative_is_refused_instead_of_being_wrong() -> None:
+    _, changed, _ = pair(lambda: nn.Linear(48, 24))
+    x = torch.rand(2, 48, requires_grad=True)
+    (grad,) = torch.autograd.grad(changed(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()

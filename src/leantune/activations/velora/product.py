@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from leantune.activations.velora.direction import FeatureSums
 from leantune.activations.velora.projection import SubTokens
@@ -87,6 +88,7 @@ class Projected(torch.autograd.Function):
         return product.multiply(x, weight, bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         z, weight, v, norms = ctx.saved_tensors
         product, needs = ctx.product, ctx.needs_input_grad
