@@ -100,7 +100,9 @@ class Site:
         if self.v is None or x.is_meta or isinstance(x, FakeTensor):
             v = inside.new_zeros((self.product.cut.size,), dtype=torch.float32)
         else:
-            v = self.v if self.v.device == x.device else self._move(x.device)
+            if self.v.device != x.device:  # the model was moved
+                self.v = self.v.to(x.device)
+            v = self.v
         with torch.no_grad():
             z = self.product.project(inside, v)
         watches = not (trace or torch.compiler.is_compiling())
@@ -127,12 +129,6 @@ class Site:
             if v is not None:
                 self.v = v
                 self.energy = kept_energy(x, self.product.project(x, v))
-
-    @torch.compiler.disable
-    def _move(self, device: torch.device) -> Tensor:
-        moved = self.v.to(device) if self.v is not None else torch.zeros(0)
-        self.v = moved
-        return moved
 
     def _note(self, x: Tensor, z: Tensor) -> None:
         """What the report tells of this forward. Before the layer runs: checkpointing may end a recomputation at the
