@@ -4,6 +4,7 @@ Nothing is upcast: peft's ``prepare_model_for_kbit_training`` would make embeddi
 more than the 4-bit weights of a small model take (trap A4). What is not quantised keeps the run's ``dtype``.
 """
 
+import logging
 from collections import defaultdict
 from typing import Any
 
@@ -56,6 +57,19 @@ def compute_dtype(config: TrainConfig) -> torch.dtype:
     """What 4-bit weights are multiplied in: ``dtype``, or fp32 on a CPU that multiplies that in slow loops."""
     dtype: torch.dtype = getattr(torch, config.dtype)
     return torch.float32 if not torch.cuda.is_available() and needs_fp32_products(dtype) else dtype
+
+
+def settle(model: nn.Module) -> None:
+    """Keep bitsandbytes' layers as they are through evaluations, and its log quiet.
+
+    On a CPU with AVX512-BF16 an evaluation repacks 4-bit weights into a layout whose product records nothing for
+    backward: training that follows would not reach the adapters below it. Casts of 8-bit inputs are logged a layer a
+    call.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
 
 
 def check_trainable(config: TrainConfig, model: Any) -> None:

@@ -27,7 +27,7 @@ from leantune.training.log import RunLog
 from leantune.training.moved import MovedShare
 from leantune.training.optimizers import build_optimizer
 from leantune.training.progress import ProgressBar
-from leantune.training.quantised_base import check_bitsandbytes, check_trainable, quantisation
+from leantune.training.quantised_base import check_bitsandbytes, check_trainable, quantisation, settle
 from leantune.training.summary import header, summary, write_summary
 from leantune.training.trainer import LeanTrainer, base_model, check_exact_loss
 
@@ -221,6 +221,7 @@ def _model(config: TrainConfig) -> Any:
             f"- model_name_or_path {config.model_name_or_path!r}: {str(error).splitlines()[0]}"
         ) from error
     check_trainable(config, model)
+    settle(model)
     if config.method in LORA_METHODS:
         from peft import LoraConfig, get_peft_model
 
