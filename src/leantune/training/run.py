@@ -13,7 +13,8 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback, set_seed
 from trl import SFTConfig
 
-from leantune.activations.velora.apply import VeloraHandle, apply_velora
+from leantune.activations.velora.apply import apply_velora
+from leantune.activations.velora.handle import VeloraHandle
 from leantune.activations.velora.report import VeloraReport
 from leantune.errors import ConfigError, InvalidArgumentError
 from leantune.kernels.half_linear import use_fp32_products

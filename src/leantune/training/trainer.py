@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trl import SFTTrainer
 
 from leantune.activations.loss import linear_cross_entropy, shift_labels
-from leantune.activations.velora.apply import VeloraHandle
+from leantune.activations.velora.handle import VeloraHandle
 from leantune.errors import ConfigError, NonFiniteError
 from leantune.training.attach import attach
 from leantune.training.checkpoints import VELORA_FILE, checkpoints, remove_whole
