@@ -5,9 +5,10 @@ from torch import nn
 from leantune.activations.velora.kind import LayerKind
 from leantune.activations.velora.layer import Layer, is_under_velora
 from leantune.activations.velora.linear import LinearKind, TransposedLinearKind
+from leantune.activations.velora.lora import LoraKind
 from leantune.errors import InvalidArgumentError, InvalidTypeError
 
-KINDS: tuple[LayerKind, ...] = (LinearKind(), TransposedLinearKind())
+KINDS: tuple[LayerKind, ...] = (LinearKind(), TransposedLinearKind(), LoraKind())
 """In the order in which they are asked."""
 
 
