@@ -38,6 +38,7 @@ class AdamW(LeanOptimizer):
     """
 
     structural = ("master_bits",)
+    gradient_response = "normalised"
 
     def __init__(
         self,

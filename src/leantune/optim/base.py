@@ -34,6 +34,10 @@ class LeanOptimizer(torch.optim.Optimizer):
     convertible: bool = False
     """Whether load_state_dict(..., convert=True) takes a state with other structural settings."""
 
+    gradient_response: str | None = None
+    """How an element's step follows the scale of its gradients: "normalised" (not at all), "linear", or None: it
+    depends on other elements."""
+
     shardable: bool = True
     """Whether a parameter may be a DTensor sharded by rows."""
 

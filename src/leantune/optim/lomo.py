@@ -26,6 +26,7 @@ class Lomo(LeanOptimizer):
     """
 
     structural = ()
+    gradient_response = "linear"
 
     def __init__(
         self,

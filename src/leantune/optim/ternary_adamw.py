@@ -95,6 +95,7 @@ class TernaryAdamW(LeanOptimizer):
 
     convertible = True
     structural = ("states", "block_size", "momentum_planes", "carry_rank", "master_bits")
+    gradient_response = "normalised"
 
     def __init__(
         self,

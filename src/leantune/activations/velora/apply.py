@@ -1,12 +1,15 @@
 """apply_velora: put the projection into chosen layers of a model."""
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
-from leantune.activations.velora.handle import VeloraHandle
+from leantune.activations.velora.factored import Factor, check_factorable
+from leantune.activations.velora.handle import VeloraHandle, checkpointed_block
 from leantune.activations.velora.kinds import layer_of
+from leantune.activations.velora.site import UNDER_CHECKPOINTING
 from leantune.activations.velora.targets import matched_modules
 from leantune.errors import InvalidArgumentError
 
@@ -17,6 +20,7 @@ def apply_velora(
     num_groups: int = 32,
     *,
     refresh_every: int | None = None,
+    factored: bool = False,
     process_group: Any = "auto",
 ) -> VeloraHandle:
     """Make chosen layers keep a projection of their input for backward instead of the input.
@@ -28,6 +32,8 @@ def apply_velora(
         num_groups: sub-tokens a token is cut into; each keeps one number.
         refresh_every: training forwards of a layer after which its direction v is set anew from that batch; None: the
             first one's stays. A refresh breaks a compiled graph.
+        factored: gradients and optimizer states of the targets' weights are kept M (the sub-token's size) times smaller
+            (`leantune.activations.velora.factored`). Apply before the optimizer is built, then ``handle.attach`` it.
         process_group: v is the mean over the batches of all its processes, so that they share it. "auto": everybody,
             where torch.distributed runs; None: each for itself. Every process must run the layer in the same forwards.
 
@@ -41,6 +47,7 @@ def apply_velora(
     close names), a match that is not a trained layer of a known kind, VeLoRA applied twice, a num_groups the layer
     cannot be cut into.
 
+    >>> import torch
     >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
     >>> handle = apply_velora(model, ["2"], num_groups=8)
     >>> model(torch.rand(5, 64)).sum().backward()
@@ -54,8 +61,16 @@ def apply_velora(
         )
     layers = [layer_of(name, module, num_groups) for name, module in matched_modules(model, target_modules)]
     handle = VeloraHandle(model, layers)
+    if factored:
+        for site in handle.sites:
+            check_factorable(site, refresh_every)
     for site in handle.sites:
         site.refresh_every, site.process_group = refresh_every, process_group
     for layer in layers:
         layer.enter()
+    if factored:
+        for position, site in enumerate(handle.sites):
+            site.factor = Factor(site, position)
+    if any(checkpointed_block(model, layer.name) is not None for layer in layers):
+        warnings.warn(UNDER_CHECKPOINTING, stacklevel=2)
     return handle

@@ -29,6 +29,16 @@ class FeatureSums(NamedTuple):
             any_value |= rows.any()
         return cls(sums, x.shape[0], any_value)
 
+    @classmethod
+    def of_planes(cls, x: Tensor) -> "FeatureSums":
+        """The sums of ``x`` (B, features, positions), in which each position is a token."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        sums, any_value = x.new_zeros(x.shape[1], dtype=wide), x.new_zeros((), dtype=torch.bool)
+        for plane in x:
+            sums += plane.sum(dim=1, dtype=wide)
+            any_value |= plane.any()
+        return cls(sums, x.shape[0] * x.shape[2], any_value)
+
 
 def mean_direction(batch: FeatureSums, cut: SubTokens, group: Any = None) -> Tensor | None:
     """v, fp32 (size,): the normalised mean of all sub-tokens of a batch.

@@ -1,24 +1,33 @@
 """What `apply_velora` gives back: the layers it changed, their directions, their report, and the way back."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from leantune.activations.velora.direction import replicas
+from leantune.activations.velora.factored import attach_optimizer
 from leantune.activations.velora.layer import Layer
+from leantune.activations.velora.probe import Loss, ProbeReport, probe_sites
 from leantune.activations.velora.report import VeloraReport, VeloraRow
 from leantune.activations.velora.site import Site
-from leantune.errors import StateMismatchError
+from leantune.errors import InvalidArgumentError, StateMismatchError
 from leantune.kernels.half_linear import needs_fp32_products
 
-_COUNT = ".forwards"
+_FORWARDS, _FOLDS, _EXACT = ".forwards", ".folds", ".exact"
+"""What follows a site's name in the keys of its counters."""
 
 
 class VeloraHandle:
     """The layers that :func:`leantune.apply_velora` changed."""
 
     def __init__(self, model: nn.Module, layers: list[Layer]) -> None:
-        self._layers = layers
+        self._model, self._layers = model, layers
+        self._ends: list[Callable[[], None]] = []
         linear = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear))
         self._trained = {name for name, module in linear if module.weight.requires_grad}
 
@@ -38,7 +47,8 @@ class VeloraHandle:
         return exact, sum(tokens * site.product.cut.groups * site.weight.itemsize for site in self.sites)
 
     def report(self) -> VeloraReport:
-        """Bytes of the last training forward and kept energy of the batch that set v, site by site."""
+        """What is saved, site by site, after what others keep or save anyway: bytes of the last training forward, kept
+        energy of the batch that set v, cosine of the last probe."""
         rows: list[VeloraRow] = []
         counted: set[int] = set()
         for site in self.sites:
@@ -50,8 +60,51 @@ class VeloraHandle:
                 counted.add(site.source.cdata)
             exact = 0 if again else site.exact_bytes
             sizes = (cut.features, cut.size, cut.groups, site.tokens, exact, site.kept_bytes)
-            rows.append(VeloraRow(site.name, *sizes, energy, self._input_kept_anyway(site)))
+            block = checkpointed_block(self._model, site.name)
+            rows.append(
+                VeloraRow(site.name, *sizes, energy, self._kept_by(site, block), site.cosine, site.exact, block)
+            )
         return VeloraReport(rows)
+
+    def probe(self, model: nn.Module, batch: Any, loss: Loss, min_cosine: float | None = None) -> ProbeReport:
+        """How well the approximate weight gradients point the way of the exact ones on a batch, and the bytes really
+        saved: two forwards to count bytes, and one forward and backward of plain layers.
+
+        Args:
+            model: in training mode. Its weights, gradients, buffers, directions and random state stay as they are, and
+                no hook of a parameter runs.
+            batch: whatever ``loss`` takes.
+            loss: (model, batch) -> scalar loss.
+            min_cosine: layers whose cosine is lower keep their exact gradient from now on; under data parallel by the
+                mean over all processes, which all must call. None: nothing is changed.
+
+        A layer without a direction yet is measured with this batch's own, which is not kept. Costs, for a moment, one
+        layer's exact gradient in fp32. Raises InvalidArgumentError for a model in evaluation mode, or a ``min_cosine``
+        with ``factored=True``, whose weights are frozen.
+        """
+        if min_cosine is not None and any(site.factor is not None for site in self.sites):
+            raise InvalidArgumentError(
+                "min_cosine lets layers go back to exact gradients, and factored=True has frozen their weights. Probe "
+                "without min_cosine, and apply_velora anew without the layers whose cosine is low."
+            )
+        report = probe_sites(self.sites, model, batch, loss)
+        for site, row in zip(self.sites, report.rows):
+            site.cosine = row.cosine
+        if min_cosine is not None:
+            for site, cosine in zip(self.sites, self._shared_cosines()):
+                site.exact = cosine is not None and cosine < min_cosine
+        return report
+
+    def _shared_cosines(self) -> list[float | None]:
+        """Mean over the processes that share v."""
+        groups = {site.process_group for site in self.sites}
+        group = replicas(next(iter(groups))) if groups else None
+        if group is None:
+            return [site.cosine for site in self.sites]
+        found = [[site.cosine or 0.0, float(site.cosine is not None)] for site in self.sites]
+        sums = torch.tensor(found, dtype=torch.float64, device=self.sites[0].weight.device)
+        dist.all_reduce(sums, group=group)
+        return [float(total / count) if count else None for total, count in sums.tolist()]
 
     def use_fp32_products(self) -> None:
         """Multiply narrow operands in fp32, as :mod:`leantune.kernels.half_linear` does for plain layers on such
@@ -61,6 +114,18 @@ class VeloraHandle:
                 cpu = site.weight.device.type == "cpu"
                 site.product.wide = cpu and needs_fp32_products(site.weight.dtype)
 
+    def attach(self, optimizer: Optimizer) -> None:
+        """With ``factored=True``: let the steps of ``optimizer`` reach the weights. For each optimizer that has some of
+        the layers' parameters, once, before training.
+
+        Raises InvalidArgumentError or InvalidTypeError for an optimizer that has none of them, or whose step is not
+        known to be one on the whole gradient; nothing is changed.
+        """
+        factors = [site.factor for site in self.sites if site.factor is not None]
+        if not factors:
+            raise InvalidArgumentError("attach(optimizer) is for apply_velora(..., factored=True).")
+        self._ends.append(attach_optimizer(factors, optimizer))
+
     def remove(self) -> None:
         """Restore every layer exactly as it was.
 
@@ -68,31 +133,44 @@ class VeloraHandle:
         """
         for layer in self._layers:
             layer.check_on_top()
+        for end in self._ends:
+            end()
+        for site in self.sites:
+            if site.factor is not None:
+                site.factor.remove()
         for layer in self._layers:
             layer.leave()
-        self._layers = []
+        self._layers, self._ends = [], []
 
     def state_dict(self) -> dict[str, Tensor]:
         """What a run needs to go on: of every site that has one its direction, fp32 (sub-token size,), by its name (no
-        entry: not set yet); and where directions are refreshed, the forwards counted so far."""
+        entry: not set yet), and int64: forwards where directions are refreshed, steps where factored, 1 where exact."""
         state = {site.name: site.v.clone() for site in self.sites if site.v is not None}
-        counted = (site for site in self.sites if site.refresh_every is not None)
-        return state | {site.name + _COUNT: torch.tensor(site.forwards) for site in counted}
+        return state | {name: torch.tensor(count) for name, count in self._counters().items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restore `state_dict`; raises StateMismatchError, nothing changed, where a name or size does not fit."""
-        by_name = {site.name: site for site in self.sites}
         shapes: dict[str, tuple[int, ...]] = {site.name: (site.product.cut.size,) for site in self.sites}
-        shapes |= {site.name + _COUNT: () for site in self.sites if site.refresh_every is not None}
+        shapes |= dict.fromkeys(self._counters(), ())
+        shapes |= {site.name + _EXACT: () for site in self.sites}
         for name, value in state.items():
-            if tuple(value.shape) != shapes.get(name, (-1,)):
+            if name not in shapes or tuple(value.shape) != shapes[name]:
                 raise StateMismatchError(
                     f"saved VeLoRA state {name} has shape {tuple(value.shape)}, here: {shapes.get(name, 'none such')}. "
-                    "Apply VeLoRA with the target_modules, num_groups and refresh_every it was saved with."
+                    "Apply VeLoRA with the target_modules, num_groups, refresh_every and factored it was saved with."
                 )
-        for name, site in by_name.items():
-            site.v = state[name].to(site.weight.device, torch.float32) if name in state else None
-            site.forwards = int(state.get(name + _COUNT, 0))
+        for site in self.sites:
+            v = state.get(site.name)
+            site.v = None if v is None else v.to(site.weight.device, torch.float32, copy=True)
+            site.exact = bool(state.get(site.name + _EXACT, 0))
+            site.forwards = int(state.get(site.name + _FORWARDS, 0))
+            if site.factor is not None:
+                site.factor.folds = int(state.get(site.name + _FOLDS, 0))
+
+    def _counters(self) -> dict[str, int]:
+        counted = {site.name + _EXACT: 1 for site in self.sites if site.exact}
+        counted |= {site.name + _FORWARDS: site.forwards for site in self.sites if site.refresh_every is not None}
+        return counted | {site.name + _FOLDS: site.factor.folds for site in self.sites if site.factor is not None}
 
     def save(self, path: str | Path) -> None:
         """Write `state_dict` to a safetensors file."""
@@ -106,15 +184,33 @@ class VeloraHandle:
 
         self.load_state_dict(load_file(str(path)))
 
-    def _input_kept_anyway(self, site: Site) -> bool:
-        """Whether the input is kept whatever VeLoRA does: something still held it when backward came (a ReLU keeps its
-        output), the block is checkpointed, or a trained sibling outside the targets, by the usual names, reads it."""
-        if site.held or site.recomputed:
-            return True
+    def _kept_by(self, site: Site, block: str | None) -> str | None:
+        """Who keeps the input whatever VeLoRA does: a checkpointed block makes it again; a trained sibling outside the
+        targets, by the usual names, reads it; something still held it when backward came (a ReLU keeps its output)."""
+        if site.recomputed or block is not None:
+            return "made again by gradient checkpointing"
         parent, _, own = site.name.rpartition(".")
         siblings = next((family for family in _SHARED_INPUTS if own in family), ())
         names = {f"{parent}.{name}".lstrip(".") for name in siblings if name != own}
-        return bool((names - set(self.names)) & self._trained)
+        others = sorted((names - set(self.names)) & self._trained)
+        if others:
+            return f"kept by {', '.join(name.rpartition('.')[2] for name in others)}"
+        return "kept by another operator" if site.held else None
 
 
 _SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("query", "key", "value"))
+
+
+def checkpointed_block(model: nn.Module, name: str) -> str | None:
+    """The block of transformers around ``name`` that is checkpointed, by its name; None where there is none."""
+    found, path, module = None, "", model
+    for part in name.split("."):
+        # A model carries the flag too, and means its blocks.
+        is_block = any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__)
+        if is_block and getattr(module, "gradient_checkpointing", False):
+            found = path
+        inner = getattr(module, part, None)
+        if not isinstance(inner, nn.Module):  # a site's name goes on with its weight's
+            return found
+        module, path = inner, f"{path}.{part}".lstrip(".")
+    return found

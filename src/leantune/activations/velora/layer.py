@@ -50,6 +50,7 @@ def is_under_velora(module: nn.Module) -> bool:
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     layer: Layer = getattr(module, _MARK)
     wide = any(getattr(site.product, "wide", False) for site in layer.sites)
-    if wide or (module.training and torch.is_grad_enabled()):
+    probed = any(site.probe is not None for site in layer.sites)
+    if wide or probed or (module.training and torch.is_grad_enabled()):
         return layer.kind.forward(layer, *args, **kwargs)
     return type(module).forward(module, *args, **kwargs)

@@ -1,5 +1,6 @@
 """Linear layers: ``nn.Linear``, and transformers' ``Conv1D``, whose weight is stored transposed (GPT-2)."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.nn import functional
 from leantune.activations.velora.direction import FeatureSums
 from leantune.activations.velora.kind import own_type, refuse_frozen
 from leantune.activations.velora.layer import Layer
-from leantune.activations.velora.projection import SubTokens, outer_product, project
+from leantune.activations.velora.projection import SubTokens, outer_product, outer_strips, project
 from leantune.activations.velora.site import Site
 from leantune.kernels.half_linear import half_linear, input_gradient, linear_product
 
@@ -39,7 +40,7 @@ class LinearProduct:
             return linear_product(self._flat(x), rows, bias).view(*x.shape[:-1], rows.shape[0])
         return functional.linear(x, rows, bias)
 
-    def input_gradient(self, grad: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
+    def input_gradient(self, grad: Tensor, weight: Tensor, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
         rows = self._rows(weight)
         if self._widens(grad, weight):
             return input_gradient(grad.reshape(-1, grad.shape[-1]), rows).view(shape)
@@ -60,6 +61,9 @@ class LinearProduct:
         if self.transposed:
             return outer_product(coefficients[None], v, self.cut, dtype)[0]
         return outer_product(coefficients, v, self.cut, dtype)
+
+    def gradient_strips(self, coefficients: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor]]:
+        return outer_strips(coefficients, v, self.cut, self.transposed)
 
     def exact_weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
         flat = grad.reshape(-1, grad.shape[-1])

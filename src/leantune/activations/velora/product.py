@@ -3,10 +3,12 @@
 What differs from kind to kind is a `Product`: how it multiplies, how its features lie in its input and in its weight.
 """
 
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from leantune.activations.velora.direction import FeatureSums
 from leantune.activations.velora.projection import SubTokens
@@ -26,8 +28,8 @@ class Product(Protocol):
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Y, the bits of `plain`. All operands are of one dtype."""
 
-    def input_gradient(self, grad: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
-        """dX of ``shape`` from dY, exact."""
+    def input_gradient(self, grad: Tensor, weight: Tensor, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
+        """dX from dY, exact, of the ``shape`` and, where it matters, the layout that x had."""
 
     def bias_gradient(self, grad: Tensor) -> Tensor:
         """db from dY, exact."""
@@ -40,6 +42,9 @@ class Product(Protocol):
 
     def weight_gradient(self, coefficients: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
         """dW of ``dtype`` from C and v, in the weight's shape."""
+
+    def gradient_strips(self, coefficients: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """`weight_gradient` in C's dtype, some rows (n, cols) of the weight as a matrix at a time, and their first."""
 
     def exact_weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
         """dW from dY and X, exact, at least fp32, for `leantune.activations.velora.probe`."""
@@ -76,19 +81,20 @@ class Projected(torch.autograd.Function):
         dtype: torch.dtype | None,
     ) -> Tensor:
         ctx.save_for_backward(z, weight, v, norms)
-        ctx.product, ctx.dtype, ctx.shape = product, dtype, x.shape
+        ctx.product, ctx.dtype, ctx.layout = product, dtype, (x.shape, x.stride())
         ctx.bias_dtype = None if bias is None else bias.dtype
         if dtype is not None:
             weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
         return product.multiply(x, weight, bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         z, weight, v, norms = ctx.saved_tensors
         product, needs = ctx.product, ctx.needs_input_grad
         dx = dw = db = dc = None
         if needs[0]:
-            dx = product.input_gradient(grad, weight if ctx.dtype is None else weight.to(ctx.dtype), ctx.shape)
+            dx = product.input_gradient(grad, weight if ctx.dtype is None else weight.to(ctx.dtype), *ctx.layout)
         if needs[1] or needs[3]:
             coefficients = product.coefficients(grad, z)
             if needs[1]:

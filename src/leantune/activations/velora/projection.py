@@ -87,6 +87,26 @@ def outer_product(coefficients: Tensor, v: Tensor, cut: SubTokens, dtype: torch.
     return gradient
 
 
+def outer_strips(coefficients: Tensor, v: Tensor, cut: SubTokens, transposed: bool) -> Iterator[tuple[int, Tensor]]:
+    """`outer_product` some rows of the weight at a time: (first row, rows (n, cols) in C's dtype).
+
+    C is (out, groups, ...), or (groups, out) where the weight is ``transposed``, (D, out). A strip has 8 MiB in fp32,
+    or what one row (transposed: one sub-token) takes.
+    """
+    if transposed:
+        width = max(1, _OUTER_ELEMENTS // (cut.size * coefficients.shape[1]))
+        for left in range(0, cut.groups, width):
+            some = coefficients[None, left : left + width]
+            features = min(some.shape[1] * cut.size, cut.features - left * cut.size)
+            part = SubTokens(features, cut.size, some.shape[1])
+            yield left * cut.size, outer_product(some, v, part, coefficients.dtype)[0]
+        return
+    height = max(1, _OUTER_ELEMENTS // (cut.features * coefficients[0, 0].numel()))
+    for top in range(0, coefficients.shape[0], height):
+        rows = outer_product(coefficients[top : top + height], v, cut, coefficients.dtype)
+        yield top, rows.flatten(1)
+
+
 def _outer_tiles(gradient: Tensor, cut: SubTokens, everything: bool) -> Iterator[tuple[slice, slice, slice]]:
     """(rows, groups, features) of the parts of dW (rows, features, ...) in which full sub-tokens are made."""
     rows, full = gradient.shape[0], cut.whole // cut.size

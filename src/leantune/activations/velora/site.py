@@ -1,5 +1,6 @@
 """A site: one input that a layer would keep for the gradient of one weight, and its projection instead."""
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,12 @@ from leantune.activations.velora.direction import mean_direction, replicas
 from leantune.activations.velora.product import Product, Projected
 from leantune.activations.velora.projection import kept_energy
 from leantune.errors import InvalidTypeError
+
+UNDER_CHECKPOINTING = (
+    "VeLoRA layers lie in blocks under gradient checkpointing, which keeps none of their inputs between forward and "
+    "backward: VeLoRA saves nothing there but while a block is recomputed, and approximates weight gradients all the "
+    "same. Leave these layers out of target_modules, or do not checkpoint their blocks."
+)
 
 
 class Site:
@@ -36,6 +43,7 @@ class Site:
         self.forwards = 0  # training forwards since the beginning, counted where v is refreshed
         self.factor: Any = None  # leantune.activations.velora.factored.Factor
         self.probe: Any = None  # leantune.activations.velora.probe.Probe, for the length of one
+        self.rehearses: str | None = None  # "plain" or "projected": a forward that leaves no trace, of a probe
         self.tokens = self.exact_bytes = self.kept_bytes = 0  # of the last training forward
         self.energy: Tensor | None = None
         self.cosine: float | None = None
@@ -68,7 +76,7 @@ class Site:
             y: Tensor = self.probe.run(self, x, weight, bias)
             return y
         trains = weight.requires_grad or self.factor is not None
-        if self.exact or not (trains and self.module.training and torch.is_grad_enabled()):
+        if self.exact or self.rehearses == "plain" or not (trains and self.module.training and torch.is_grad_enabled()):
             return self.product.plain(x, weight, bias)
         device = x.device.type
         if device != "meta" and torch.is_autocast_enabled(device):
@@ -78,25 +86,31 @@ class Site:
                 return self._project(x, weight, bias, dtype)
         return self._project(x, weight, bias, None)
 
-    def direction(self, x: Tensor) -> Tensor | None:
-        """The mean direction of a batch over the processes that share v. See `mean_direction` for what it raises."""
-        return mean_direction(self.product.feature_sums(x), self.product.cut, replicas(self.process_group))
+    def direction(self, x: Tensor, shared: bool = True) -> Tensor | None:
+        """The mean direction of a batch, over the processes that share v if ``shared``. Raises as `mean_direction`."""
+        group = replicas(self.process_group) if shared else None
+        return mean_direction(self.product.feature_sums(x), self.product.cut, group)
 
     def _project(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
         inside = x.detach()
-        trace = x.is_meta or isinstance(x, FakeTensor)  # must neither set the direction nor leave measurements
+        # A rehearsal, or a trace on tensors without data, must neither set the direction nor leave measurements.
+        trace = x.is_meta or isinstance(x, FakeTensor) or self.rehearses is not None
         if (self.v is None or self.refresh_every is not None) and not trace:
             self._settle(inside)
-        if trace or self.v is None:
+        if self.v is None or x.is_meta or isinstance(x, FakeTensor):
             v = inside.new_zeros((self.product.cut.size,), dtype=torch.float32)
         else:
-            v = self.v if self.v.device == x.device else self._move(x.device)
+            if self.v.device != x.device:  # the model was moved
+                self.v = self.v.to(x.device)
+            v = self.v
         with torch.no_grad():
             z = self.product.project(inside, v)
         watches = not (trace or torch.compiler.is_compiling())
         if watches:
             self._note(x, z)
-        coefficients, norms = (None, None) if self.factor is None else self.factor.of(self, x.device)
+            if self.factor is not None:
+                self.factor.check_ready()
+        coefficients, norms = (None, None) if self.factor is None else self.factor.of(self, v)
         y: Tensor = Projected.apply(x, weight, bias, coefficients, norms, z, v, self.product, dtype)
         if watches and self.source is not None:
             y.register_hook(partial(_look_whether_held, self, self.source))
@@ -116,16 +130,12 @@ class Site:
                 self.v = v
                 self.energy = kept_energy(x, self.product.project(x, v))
 
-    @torch.compiler.disable
-    def _move(self, device: torch.device) -> Tensor:
-        moved = self.v.to(device) if self.v is not None else torch.zeros(0)
-        self.v = moved
-        return moved
-
     def _note(self, x: Tensor, z: Tensor) -> None:
         """What the report tells of this forward. Before the layer runs: checkpointing may end a recomputation at the
         last tensor saved, inside it."""
         self.recomputed = torch._C._current_graph_task_id() != -1
+        if self.recomputed:
+            warnings.warn(UNDER_CHECKPOINTING, stacklevel=2)  # shown once
         self.tokens = x.numel() // self.product.cut.features
         self.exact_bytes, self.kept_bytes = x.numel() * x.itemsize, z.nbytes
         self.source = StorageWeakRef(x.untyped_storage())
