@@ -2,10 +2,12 @@
 
 import copy
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from memory.tiny_llama import tiny_llama
 from quantised import KINDS, quantise
 from reference.velora import weight_gradient
 from torch import Tensor, nn
@@ -17,7 +19,6 @@ from leantune.activations.saved_bytes import SavedBytes
 from leantune.activations.velora.projection import SubTokens
 from leantune.errors import InvalidArgumentError, InvalidTypeError
 from leantune.memory import plan_run
-from memory.tiny_llama import tiny_llama
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
@@ -183,7 +184,7 @@ def test_autocast_checkpointing_and_two_backwards() -> None:
             assert_only_da_differs(run(model, torch.float32), run(changed, torch.float32), ["default"])
         first = run(changed, torch.float32)
         inner = changed.base_model.model
-        whole, inner.forward = inner.forward, lambda x: checkpoint(whole, x, use_reentrant=False)
+        whole, inner.forward = inner.forward, partial(checkpoint, inner.forward, use_reentrant=False)
         again = run(changed, torch.float32)
         assert all(torch.equal(value, again[name]) for name, value in first.items())
         assert handle.report().saved_bytes == 0  # trap A2
@@ -212,7 +213,10 @@ def test_evaluation_is_pefts_and_sets_no_direction() -> None:
     ("settings", "words"),
     [
         ({"use_dora": True}, "use_dora"),
-        ({"velora_config": peft.VeloraConfig(num_groups=4) if hasattr(peft, "VeloraConfig") else None}, "velora_config"),
+        (
+            {"velora_config": peft.VeloraConfig(num_groups=4) if hasattr(peft, "VeloraConfig") else None},
+            "velora_config",
+        ),
         ({"inference_mode": True}, "is_trainable"),
     ],
 )

@@ -1,7 +1,7 @@
 """What bitsandbytes layers hold and allocate beyond their parameters, for plans and measurements.
 
-A ``Params4bit`` carries its scales in a ``quant_state`` that no ``parameters()`` shows; ``Linear8bitLt`` keeps its scales
-in a state of its own. Their matrix product dequantises a whole weight inside one operator, where no tracker looks.
+A ``Params4bit`` carries its scales in a ``quant_state`` that no ``parameters()`` shows; ``Linear8bitLt`` keeps them in a
+state of its own. Their matrix product dequantises a whole weight inside one operator, where no tracker looks.
 bitsandbytes itself is not imported here.
 """
 
@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 _INT8_TENSORS = ("CB", "SCB")
