@@ -1,6 +1,6 @@
 """What bitsandbytes layers hold and allocate beyond their parameters, for plans and measurements.
 
-A ``Params4bit`` carries its scales in a ``quant_state`` that no ``parameters()`` shows, ``Linear8bitLt`` keeps them in a
+A ``Params4bit`` carries its scales in a ``quant_state`` that no ``parameters()`` shows, ``Linear8bitLt`` has them in a
 state of its own. Their matrix product dequantises a whole weight inside one operator, where no tracker looks.
 bitsandbytes itself is not imported here.
 """
