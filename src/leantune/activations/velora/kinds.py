@@ -6,10 +6,11 @@ from leantune.activations.velora.conv import ConvKind
 from leantune.activations.velora.kind import LayerKind
 from leantune.activations.velora.layer import Layer, is_under_velora
 from leantune.activations.velora.linear import LinearKind, TransposedLinearKind
+from leantune.activations.velora.lora import LoraKind
 from leantune.activations.velora.recurrent import RecurrentKind
 from leantune.errors import InvalidArgumentError, InvalidTypeError
 
-KINDS: tuple[LayerKind, ...] = (LinearKind(), TransposedLinearKind(), ConvKind(), RecurrentKind())
+KINDS: tuple[LayerKind, ...] = (LinearKind(), TransposedLinearKind(), ConvKind(), RecurrentKind(), LoraKind())
 """In the order in which they are asked."""
 
 

@@ -61,6 +61,6 @@ def _refuse_parameter(model: nn.Module, target: str) -> None:
 def _close(target: str, named: Named) -> str:
     leaves = sorted({name.rpartition(".")[2] for name, module in named if not any(True for _ in module.children())})
     weighty = {name.rpartition(".")[2] for name, module in named if getattr(module, "weight", None) is not None}
-    close = difflib.get_close_matches(target.rpartition(".")[2], leaves, n=3, cutoff=0.4)
+    close = difflib.get_close_matches(target.rpartition(".")[2], {*leaves, *weighty}, n=3, cutoff=0.4)
     known = [leaf for leaf in leaves if leaf in weighty]
     return f"Did you mean {', '.join(close)}?" if close else f"Layers here: {', '.join(known[:12]) or 'none'}."
