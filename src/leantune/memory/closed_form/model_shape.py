@@ -39,6 +39,8 @@ class ModelShape:
     experts: int = 0
     """0: dense."""
     experts_a_token: int = 0
+    normed_scores: bool = False
+    """The scores of the chosen experts are divided by their sum."""
     rotary_kinds: int = 1
     """Different rotary tables: Gemma 3 has one for local and one for global attention."""
     softcap: float | None = None
@@ -75,6 +77,7 @@ class ModelShape:
             scaled_embedding=family in _GEMMAS,
             experts=int(getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0),
             experts_a_token=int(getattr(config, "num_experts_per_tok", None) or 0),
+            normed_scores=family == "mixtral" or bool(getattr(config, "norm_topk_prob", False)),
             rotary_kinds=len(set(config.layer_types)) if family == "gemma3_text" else 1,
             softcap=getattr(config, "final_logit_softcapping", None),
             positions=int(getattr(config, "max_position_embeddings", None) or 0),

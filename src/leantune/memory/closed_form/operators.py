@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from leantune.memory.closed_form.tape import Block, Results, Tape, Weight
 
 FLOAT = 4
+INDEX = 8
 
 
 @dataclass(frozen=True)
@@ -68,19 +69,22 @@ class Operators:
         root = tape.new(rows * FLOAT)
         root = tape.node(root, (root,), lambda g: [(shifted, self._root_back(rows))], (shifted,))
         tape.drop(shifted)
+        if widened:
+            tape.drop(mean)
         normal = tape.new(elements * FLOAT)
         tape.node(normal, (wide, root), lambda g: self._normal_back(wide, root, elements, rows), (wide,))
         tape.drop(root, wide)
         out = self._gemma_weight(normal, elements, width, weight) if widened else self._weight(normal, elements, weight)
-        tape.drop(normal, mean)
+        tape.drop(normal)
+        if not widened:
+            tape.drop(mean)  # a local name of the module's forward
         return out
 
     def _square_back(self, x: Block, elements: int) -> Results:
         first = self.tape.new(elements * FLOAT)
         second = self.tape.new(elements * FLOAT)
-        self.tape.drop(first)
         gradient = self.tape.new(elements * FLOAT)
-        self.tape.drop(second)
+        self.tape.drop(first, second)
         return [(x, gradient)]
 
     def _root_back(self, rows: int) -> Block:
@@ -116,7 +120,8 @@ class Operators:
                 tape.drop(whole)
             return [*results, (narrow, to_x)]
 
-        tape.node(out, (narrow,) if weight.trained else (), back, () if weight.trained else (narrow,))
+        kept = (narrow,) if weight.trained else ()
+        tape.node(out, kept, back, () if weight.trained else (narrow,), keeps_weight=True)
         tape.drop(narrow)
         return out
 
@@ -200,7 +205,7 @@ class Operators:
             return results
 
         trains = weight.trained or (bias is not None and bias.trained)
-        return tape.node(out, held, back, () if trains else (x,))
+        return tape.node(out, held, back, () if trains else (x,), keeps_weight=True)
 
     # -- attention ----------------------------------------------------------------------------------------------------
 

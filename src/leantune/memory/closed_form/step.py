@@ -1,21 +1,17 @@
 """One training step of a model by closed form: its blocks, loss and updates walked over a tape."""
 
 import functools
-from collections.abc import Mapping
 
-from leantune.errors import InvalidArgumentError
 from leantune.memory.closed_form.block import DecoderBlock
 from leantune.memory.closed_form.linears import Linears
 from leantune.memory.closed_form.loss import Head, tiled_loss, whole_logits_loss
 from leantune.memory.closed_form.model_shape import ModelShape
-from leantune.memory.closed_form.operators import FLOAT, Operators
+from leantune.memory.closed_form.operators import INDEX, Operators
 from leantune.memory.closed_form.settings import RunSettings
 from leantune.memory.closed_form.tape import Block, Tape, Weight
 from leantune.memory.closed_form.weights import WeightTable
 from leantune.memory.parts import INPUTS, OPTIMIZER_STATES, UPDATE, WEIGHTS
 from leantune.memory.timeline import MemoryTimeline
-
-INDEX = 8
 
 
 def walk_step(shape: ModelShape, settings: RunSettings, table: WeightTable) -> MemoryTimeline:
@@ -83,12 +79,16 @@ class _Walk:
         if weight.trained:
             self.tape.uses(weight)
             self.tape.node(out, (), lambda g: [(weight, self.tape.new(weight.gradient_bytes))])
-        out.constant = not weight.trained
+        # Checkpointing asks embeddings for gradients, so that the first block is run again.
+        constant = not weight.trained and not self.settings.checkpoint_every
+        out.constant = constant
+        if not weight.trained and not constant:
+            self.tape.node(out, (), lambda g: [])
         if not self.shape.scaled_embedding:
             return out
         scaled = self.tape.new(size)
-        scaled.constant = not weight.trained
-        if weight.trained:
+        scaled.constant = constant
+        if not constant:
             self.tape.node(scaled, (), lambda g: [(out, self.tape.new(size))])
         self.tape.drop(out)
         return scaled
@@ -100,7 +100,7 @@ class _Walk:
 
     def _block(self, layer: int, turn: tuple[Block, Block]) -> DecoderBlock:
         prefix = self.shape.block_prefix(layer)
-        return DecoderBlock(self.shape, prefix, self.table, self.linears, self.ops, turn)
+        return DecoderBlock(self.shape, prefix, self.table, self.linears, self.ops, turn, self.settings.recomputed_product)
 
     def _head(self) -> Head:
         shape, settings = self.shape, self.settings

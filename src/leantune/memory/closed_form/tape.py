@@ -58,6 +58,8 @@ Backward = Callable[[Block], Results]
 class _Node:
     out: Block
     kept: tuple[Block, ...]
+    saves: bool
+    """Something, if only a weight: under checkpointing its backward asks for the rerun."""
     backward: Backward
     frame: "Frame | None"
 
@@ -148,10 +150,20 @@ class Tape:
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
-    def node(self, out: Block, kept: Sequence[Block], backward: Backward, sources: Sequence[Block] = ()) -> Block:
+    def node(
+        self,
+        out: Block,
+        kept: Sequence[Block],
+        backward: Backward,
+        sources: Sequence[Block] = (),
+        *,
+        keeps_weight: bool = False,
+    ) -> Block:
         """Record an operator that made ``out`` and keeps ``kept``; returns ``out``.
 
-        ``sources``: its inputs, where they may all be constant and nothing it reads is trained: then so is ``out``.
+        Args:
+            sources: its inputs, where they may all be constant and nothing it reads is trained: then so is ``out``.
+            keeps_weight: it keeps a weight as well, which costs nothing.
         """
         if not self.keeps:
             return out
@@ -168,7 +180,7 @@ class Tape:
             return out
         if self._frame is None:
             kept = tuple(self.keep(block) for block in kept)
-        self._nodes.append(_Node(out, tuple(kept), backward, self._frame))
+        self._nodes.append(_Node(out, tuple(kept), bool(kept) or keeps_weight, backward, self._frame))
         return out
 
     def uses(self, weight: Weight) -> None:
@@ -184,7 +196,7 @@ class Tape:
         begin = len(self._nodes)
         out = run()
         self._frame = None
-        keeping = [number for number, node in enumerate(self._nodes[begin:]) if node.kept]
+        keeping = [number for number, node in enumerate(self._nodes[begin:]) if node.saves]
         frame.first, frame.last = (keeping[0], keeping[-1]) if keeping else (0, -1)
         frame.rerun = functools.partial(self._rerun, frame, run) if keeping else None
         return out
@@ -220,7 +232,7 @@ class Tape:
                 raise AssertionError(f"operator {number} of the tape got no gradient")
             kept = node.kept
             if node.frame is not None:
-                kept = self._recomputed(node.frame, places[number])
+                kept = self._recomputed(node.frame, places[number]) if node.saves else ()
             results = list(node.backward(gradient))
             self.drop(*kept)
             if node.frame is not None and places[number] == node.frame.first:
