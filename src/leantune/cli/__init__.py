@@ -10,6 +10,8 @@ from leantune.errors import LeantuneError
 def command_line() -> typer.Typer:
     """The ``leantune`` command with its sub-commands."""
     from leantune.cli.demo import demo
+    from leantune.cli.plan import EXAMPLES as PLAN_EXAMPLES
+    from leantune.cli.plan import plan
     from leantune.cli.train import EXAMPLES, train
 
     app = typer.Typer(
@@ -21,6 +23,7 @@ def command_line() -> typer.Typer:
     )
     # Any key of the config is a flag, so typer must let through those it does not know.
     app.command("train", epilog=EXAMPLES, context_settings={"ignore_unknown_options": True})(train)
+    app.command("plan", epilog=PLAN_EXAMPLES, context_settings={"ignore_unknown_options": True})(plan)
     app.command("demo")(demo)
     return app
 

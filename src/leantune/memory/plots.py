@@ -63,7 +63,7 @@ def plot_memory(
     drawn = sorted((part for part in PARTS if peaks[part] > 0), key=_STACK.index)
     scale, unit = plot_unit(max(timeline.peak_bytes, plan_total or 0))
     milliseconds, events = _columns(timeline, 1000)
-    figure, axes = _figure(9.5, 4.8)
+    figure, axes = new_figure(9.5, 4.8)
     levels = np.array([timeline.bytes_by_part[part][events] for part in drawn], dtype=np.float64) / scale
     labels = [f"{LABELS[part]}  {format_bytes(peaks[part])}" for part in drawn]
     axes.stackplot(
@@ -98,7 +98,7 @@ def plot_memory(
         title_fontsize=8.5,
         alignment="left",
     )
-    return _write(figure, path)
+    return write_figure(figure, path)
 
 
 def plot_loss(
@@ -127,7 +127,7 @@ def plot_loss(
     if smooth is not None and not 0 <= smooth < 1:
         raise InvalidArgumentError(f"smooth is {smooth}; it is the weight of the past, at least 0 and below 1")
     weight = (0.9 if len(losses) >= 40 else 0.0) if smooth is None else smooth
-    figure, axes = _figure(8, 4.5)
+    figure, axes = new_figure(8, 4.5)
     x, y = np.asarray(steps, dtype=np.float64), np.asarray(losses, dtype=np.float64)
     finite = np.isfinite(y)
     x, y = x[finite], y[finite]
@@ -149,10 +149,10 @@ def plot_loss(
     axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize=9)
-    return _write(figure, path)
+    return write_figure(figure, path)
 
 
-def _figure(width: float, height: float) -> "tuple[Figure, Axes]":
+def new_figure(width: float, height: float) -> "tuple[Figure, Axes]":
     """A figure of its own on the Agg canvas: pyplot, and with it the user's backend, stays untouched."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -228,7 +228,8 @@ def _smoothed(values: Any, weight: float) -> Any:
     return out
 
 
-def _write(figure: "Figure", path: str | Path) -> Path:
+def write_figure(figure: "Figure", path: str | Path) -> Path:
+    """Write a figure as a PNG file, its folder made where it is missing; returns the path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png")

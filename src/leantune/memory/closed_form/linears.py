@@ -49,9 +49,7 @@ class Linears:
             return out
         return self._adapted(ops, name, x, out, inner, outer)
 
-    def _adapted(
-        self, ops: Operators, name: str, x: Block, result: Block, inner: int, outer: int
-    ) -> Block:
+    def _adapted(self, ops: Operators, name: str, x: Block, result: Block, inner: int, outer: int) -> Block:
         """result + B(A(dropout(x))) * scaling, in the adapters' dtype, narrowed to the result's."""
         tape, settings = ops.tape, self.settings
         wide, rank, tokens = ITEM_BYTES[settings.adapter_dtype], settings.lora_rank, ops.tokens

@@ -109,7 +109,9 @@ class _Rooms:
             cell += head.size
             row += width * FLOAT
             column += width * FLOAT
-        self.rows, self.width = plan_tiles(max(1, head.tokens), head.vocabulary, TileCost(cell, column, row), TILE_BYTES)
+        self.rows, self.width = plan_tiles(
+            max(1, head.tokens), head.vocabulary, TileCost(cell, column, row), TILE_BYTES
+        )
         self._widened = widened
         self._backward = backward
 

@@ -55,7 +55,9 @@ class ModelShape:
         """
         family = str(config.model_type)
         if family not in FAMILIES:
-            raise InvalidArgumentError(f"the closed form does not know {family} blocks (it knows {', '.join(FAMILIES)})")
+            raise InvalidArgumentError(
+                f"the closed form does not know {family} blocks (it knows {', '.join(FAMILIES)})"
+            )
         _refuse_variants(config, family)
         heads = int(config.num_attention_heads)
         bias = bool(getattr(config, "attention_bias", False))

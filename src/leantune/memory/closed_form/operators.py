@@ -33,9 +33,7 @@ class Operators:
     def add(self, a: Block, b: Block) -> Block:
         """a + b; both get the gradient itself."""
         out = self.tape.new(a.size)
-        return self.tape.node(
-            out, (), lambda g: [(x, self.tape.keep(g)) for x in (a, b) if not x.constant], (a, b)
-        )
+        return self.tape.node(out, (), lambda g: [(x, self.tape.keep(g)) for x in (a, b) if not x.constant], (a, b))
 
     def product(self, a: Block, b: Block) -> Block:
         """a * b of two activations, both kept."""

@@ -8,7 +8,7 @@ from leantune.memory.closed_form.loss import Head, tiled_loss, whole_logits_loss
 from leantune.memory.closed_form.model_shape import ModelShape
 from leantune.memory.closed_form.operators import INDEX, Operators
 from leantune.memory.closed_form.settings import RunSettings
-from leantune.memory.closed_form.tape import Block, Tape, Weight
+from leantune.memory.closed_form.tape import Block, Tape
 from leantune.memory.closed_form.weights import WeightTable
 from leantune.memory.parts import INPUTS, OPTIMIZER_STATES, UPDATE, WEIGHTS
 from leantune.memory.timeline import MemoryTimeline
@@ -100,7 +100,9 @@ class _Walk:
 
     def _block(self, layer: int, turn: tuple[Block, Block]) -> DecoderBlock:
         prefix = self.shape.block_prefix(layer)
-        return DecoderBlock(self.shape, prefix, self.table, self.linears, self.ops, turn, self.settings.recomputed_product)
+        return DecoderBlock(
+            self.shape, prefix, self.table, self.linears, self.ops, turn, self.settings.recomputed_product
+        )
 
     def _head(self) -> Head:
         shape, settings = self.shape, self.settings

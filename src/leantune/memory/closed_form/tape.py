@@ -288,9 +288,7 @@ class Tape:
     def timeline(self) -> MemoryTimeline:
         """Bytes by part after every event, as a tracker gives them; times count events."""
         times = np.arange(len(self._phases), dtype=np.float64)
-        return resolve(
-            times, self._phases, self._births, self._deaths, self._sizes, self._parts, self._forward_ends
-        )
+        return resolve(times, self._phases, self._births, self._deaths, self._sizes, self._parts, self._forward_ends)
 
 
 def _places(nodes: Sequence[_Node]) -> list[int]:

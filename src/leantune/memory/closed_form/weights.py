@@ -14,7 +14,7 @@ class WeightTable(Mapping[str, Weight]):
 
     ``weight_bytes``: all of them and the model's buffers; ``adapter_bytes``, ``quantised_bytes``: of these, the
     adapters' and the 4-bit ones'. ``state_bytes``: of the optimizer's states. ``trained`` and ``elements``: numbers of
-    parameters.
+    parameters. ``shapes``, ``stored`` (bytes) and ``dtypes``: by name.
     """
 
     def __init__(self, shape: ModelShape, settings: RunSettings) -> None:
@@ -26,6 +26,8 @@ class WeightTable(Mapping[str, Weight]):
         self.bytes_by_dtype: Counter[str] = Counter()
         self._weights: dict[str, Weight] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.stored: dict[str, int] = {}
+        self.dtypes: dict[str, str] = {}
         states: Counter[tuple[tuple[int, ...], str]] = Counter()
         for name, size in shape.weights():
             self._add(name, size, settings, states, adapter=False)
@@ -58,7 +60,7 @@ class WeightTable(Mapping[str, Weight]):
         self.bytes_by_dtype[kind] += stored
         self.weight_bytes += stored
         self.elements += count
-        self.shapes[name] = size
+        self.shapes[name], self.stored[name], self.dtypes[name] = size, stored, dtype
         if adapter:
             self.adapter_bytes += stored
         if trained:

@@ -1,0 +1,187 @@
+"""``lt.plan``: from a config to a plan against budgets, without loading a weight."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from leantune.errors import ConfigError, InvalidArgumentError
+from leantune.memory.advice import advise
+from leantune.memory.closed_form.model_shape import ModelShape
+from leantune.memory.closed_form.optimizer_cost import OptimizerCost
+from leantune.memory.closed_form.settings import RunSettings
+from leantune.memory.closed_form.step import walk_step
+from leantune.memory.closed_form.weights import WeightTable
+from leantune.memory.gpus import card_bytes
+from leantune.memory.largest import largest
+from leantune.memory.model_files import read_config, read_weight_files
+from leantune.memory.run_plan import Budgets, RunPlan
+from leantune.memory.run_stages import CONTEXT_BYTES, FRAGMENTED, stage_bytes
+from leantune.memory.sharding import Parallel
+from leantune.memory.sizes import parse_size
+from leantune.training.config import TrainConfig, load_config
+
+TIERS = ("closed", "traced", "measured")
+
+
+def plan(
+    config: str | Path | TrainConfig,
+    *,
+    memory_budget: str | int | None = None,
+    host_memory_budget: str | int | None = None,
+    disk_budget: str | int | None = None,
+    gpu: str | None = None,
+    parallel: str = "none",
+    world_size: int = 1,
+    tier: str = "closed",
+    advice: bool = True,
+) -> RunPlan:
+    """What a run will need, by part and stage, before anything is loaded.
+
+    Args:
+        config: a config file, or a `TrainConfig`. ``dataset`` need not be set: a plan is for max_length, the longest
+            row there can be.
+        memory_budget: memory of the device ("24GiB"); by default the config's, or the card's of ``gpu``.
+        host_memory_budget, disk_budget: held on their own.
+        gpu: the name of a card ("RTX 4090"). Without one the plan is for a GPU all the same.
+        parallel, world_size: "ddp" or "fsdp", and how many processes.
+        tier: "closed" (arithmetic), "traced" (also one step on fake tensors), "measured" (also two real steps of a
+            model with random weights, on this machine): the later ones are compared with the first.
+        advice: also work out what would help and how large the run could be; False takes a tenth of the time.
+
+    Raises ConfigError, or InvalidArgumentError, for a config that cannot work, a model without config.json or of an
+    architecture that is not in closed form (InvalidArgumentError then names ``tier="traced"``), damaged files.
+    """
+    if tier not in TIERS:
+        raise InvalidArgumentError(f"tier is {tier!r}; write one of {', '.join(TIERS)}")
+    config = config if isinstance(config, TrainConfig) else load_config(config, planning=True)
+    if not config.model_name_or_path:
+        raise ConfigError("- model_name_or_path is missing")
+    budgets = _budgets(config, memory_budget, host_memory_budget, disk_budget, gpu)
+    described = read_config(config.model_name_or_path)
+    spread = Parallel(parallel, world_size)
+    shape, settings = ModelShape.of_config(described), settings_of(config, described)
+    table = WeightTable(shape, settings)
+    staged = stage_bytes(shape, settings, spread)
+    notes = [*config.notes, *_notes(config, shape, table)]
+    tiers = _tiers(config, described, shape, settings, tier)
+    return RunPlan(
+        model=config.model_name_or_path,
+        parameters=table.elements,
+        trained=table.trained,
+        settings=settings,
+        parallel=spread,
+        staged=staged,
+        disk_bytes=staged.disk_bytes(config.save_total_limit),
+        budgets=budgets,
+        dtypes=_dtypes(settings, table.cost),
+        advice=advise(shape, settings, spread, staged.peak.total, budgets.memory) if advice else (),
+        largest=largest(shape, settings, spread, budgets.memory) if advice and budgets.memory is not None else None,
+        tiers=tiers,
+        notes=tuple(notes),
+    )
+
+
+def settings_of(config: TrainConfig, described: Any, *, cuda: bool = True) -> RunSettings:
+    """What a config says, as the closed form takes it. ``described``: the model's transformers config."""
+    if config.bf16:
+        raise InvalidArgumentError(
+            "autocast (bf16: true) casts weights as it goes, which is not in closed form; plan with dtype: bfloat16, "
+            "or from a built model with leantune.memory.plan_run"
+        )
+    rows, length = config.per_device_train_batch_size, config.max_length
+    if config.packing:
+        rows, length = 1, rows * length
+    return RunSettings(
+        batch_size=rows,
+        length=length,
+        micro_batches=config.gradient_accumulation_steps,
+        method="full" if config.method == "auto" else config.method,
+        dtype=config.dtype,
+        optim=config.optim,
+        optimizer_options=_options(config),
+        fused=config.fused,
+        two_passes=config.fused and config.clip_mode == "global",
+        accumulate=config.accumulate,
+        exact_loss=config.exact_savings,
+        checkpoint_every=_checkpoint_every(config),
+        lora_rank=config.lora_r,
+        lora_targets=config.lora_target_modules,
+        lora_dropout=config.lora_dropout,
+        velora_targets=tuple(config.velora_target_modules or ()),
+        velora_groups=config.velora_num_groups,
+        cuda=cuda,
+    )
+
+
+def _options(config: TrainConfig) -> dict[str, Any]:
+    """Settings of an optimizer that change its states."""
+    names = {
+        "ternary_adamw": ("carry_rank", "momentum_planes", "block_size", "master_bits"),
+        "adamw": ("master_bits",),
+    }.get(config.optim, ())
+    return {name: getattr(config, name) for name in names}
+
+
+def _checkpoint_every(config: TrainConfig) -> int:
+    if not config.gradient_checkpointing:
+        return 0
+    return int((config.extra.get("gradient_checkpointing_kwargs") or {}).get("every_n_layers", 1))
+
+
+def _budgets(
+    config: TrainConfig, memory: str | int | None, host: str | int | None, disk: str | int | None, gpu: str | None
+) -> Budgets:
+    if memory is None:
+        memory = config.memory_budget
+    if memory is None and gpu is not None:
+        memory = card_bytes(gpu)
+    return Budgets(
+        None if memory is None else parse_size(memory, name="memory_budget"),
+        None if host is None else parse_size(host, name="host_memory_budget"),
+        None if disk is None else parse_size(disk, name="disk_budget"),
+    )
+
+
+def _dtypes(settings: RunSettings, cost: OptimizerCost) -> dict[str, str]:
+    states = {"ternary_adamw": "trits", "adamw": "float32", "lomo": "none", "adalomo": "float32 factors"}
+    weights = f"{settings.dtype} (base in nf4)" if settings.method == "qlora" else settings.dtype
+    trained = settings.adapter_dtype if settings.adapts else settings.dtype
+    kept = states.get(cost.name, trained)
+    return {"weights": weights, "compute": settings.dtype, "gradients": trained, "states": kept}
+
+
+def _notes(config: TrainConfig, shape: ModelShape, table: WeightTable) -> list[str]:
+    notes = [
+        f"device context {CONTEXT_BYTES >> 20} MiB and fragmentation {100 * FRAGMENTED:.0f} % of what comes and goes are "
+        "assumptions; a profile measures them",
+        "no attention mask: batches with padding or packed sequences keep one and copies of keys and values beside this",
+    ]
+    if config.method == "auto":
+        notes.append("method: auto is planned as method: full; leantune.training.recipe.choose_recipe decides it")
+    if shape.positions and config.max_length > shape.positions:
+        notes.append(f"max_length is {config.max_length:,}, the model was made for {shape.positions:,} positions")
+    files = read_weight_files(config.model_name_or_path)
+    base = sum(w.elements for name, w in table.items() if ".lora_" not in name)
+    if files is None:
+        notes.append("no weight files were read: sizes are those of config.json")
+    elif files.elements != base and not shape.tied:
+        notes.append(f"the files hold {files.elements:,} numbers, config.json describes {base:,}: check the folder")
+    else:
+        dtypes = ", ".join(sorted(files.bytes_by_dtype))
+        notes.append(f"weight files: {files.nbytes / 2**30:.2f} GiB in {dtypes}, loaded as {config.dtype}")
+    return notes
+
+
+def _tiers(config: TrainConfig, described: Any, shape: ModelShape, settings: RunSettings, tier: str) -> dict[str, int]:
+    """Tensor bytes of a steady step's peak by each tier, as a CPU runs it."""
+    here = replace(settings, cuda=False)
+    tiers = {"closed": walk_step(shape, here, WeightTable(shape, here)).peak_bytes}
+    if tier in ("traced", "measured"):
+        from leantune.training.plan_tiers import traced_peak
+
+        tiers["traced"] = traced_peak(config, described, settings)
+    if tier == "measured":
+        from leantune.training.plan_tiers import measured_peak
+
+        tiers["measured"] = measured_peak(config, described, settings)
+    return tiers
