@@ -36,7 +36,7 @@ def plan(
     as_json: bool = typer.Option(False, "--json", help="Print JSON instead of tables."),
     gpu: str = typer.Option(None, help='A card by name ("RTX 4090"): its memory is the budget.'),
     compare: bool = typer.Option(False, "--compare", help="AdamW, 8-bit, LoRA, QLoRA, LOMO and ours side by side."),
-    tier: str = typer.Option("closed", help="closed (arithmetic), traced (a step on fake tensors too), measured (two real steps too)."),
+    tier: str = typer.Option("closed", help="closed, traced (a step on fake tensors) or measured (real steps)."),
     parallel: str = typer.Option("none", help="none, ddp or fsdp."),
     world_size: int = typer.Option(1, "--world_size", "--world-size", help="Processes, one device each."),
     host_memory_budget: str = typer.Option(None, "--host_memory_budget", "--host-memory-budget", help='"64GiB"'),
@@ -80,7 +80,9 @@ def _more(found: "RunPlan", *, compare: bool, sweep: Path | None) -> None:
         rows = comparison_rows(compare_ways(shape, found.settings, found.parallel), budget)
         print(f"side by side at {found.where}, peaks of a run:")
         print("\n".join(columns(rows)))
-    for by in ("length", "batch") if sweep is not None else ():
+    if sweep is None:
+        return
+    for by in ("length", "batch"):
         place = sweep / f"memory_by_{by}.png"
         title = f"Planned memory of {Path(found.model).name}"
         plot_sweep(shape, found.settings, found.parallel, place, by=by, budget=budget, title=title)

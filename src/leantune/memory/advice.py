@@ -74,9 +74,11 @@ def changes(shape: ModelShape, settings: RunSettings) -> Iterator[Change]:
     yield from _other_trainings(shape, settings)
     if settings.length > 64:
         yield Change(
-            f"max_length: {settings.length // 2}", replace(settings, length=settings.length // 2), "longer rows are cut",
+            f"max_length: {settings.length // 2}",
+            replace(settings, length=settings.length // 2),
+            "longer rows are cut",
             DATA,
-        )  # fmt: skip
+        )
 
 
 def _time_for_memory(settings: RunSettings) -> Iterator[Change]:
@@ -117,9 +119,11 @@ def _other_trainings(shape: ModelShape, settings: RunSettings) -> Iterator[Chang
         plain = replace(settings, optimizer_options={}, fused=True, micro_batches=1)
         if settings.optim != "ternary_adamw":
             yield Change(
-                "optim: ternary_adamw", replace(plain, optim="ternary_adamw"), "states as trits; AdamW's quality so far",
+                "optim: ternary_adamw",
+                replace(plain, optim="ternary_adamw"),
+                "states as trits; AdamW's quality so far",
                 QUALITY,
-            )  # fmt: skip
+            )
         yield Change(
             "optim: taco_one_sparse", replace(plain, optim="taco_one_sparse"), "few weights move a step; needs a rate",
             QUALITY,

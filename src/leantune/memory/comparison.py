@@ -7,7 +7,7 @@ from leantune.memory.closed_form.model_shape import ModelShape
 from leantune.memory.closed_form.settings import RunSettings
 from leantune.memory.parts import GRADIENTS, OPTIMIZER_STATES, WEIGHTS
 from leantune.memory.run_stages import ADAPTERS, StagedBytes, stage_bytes
-from leantune.memory.sharding import Parallel
+from leantune.memory.sharding import ALONE, Parallel
 from leantune.memory.sizes import format_bytes
 
 
@@ -31,7 +31,7 @@ class Compared:
 HEADINGS = ("method", "weights", "states", "gradients", "rest", "total", "")
 
 
-def compare(shape: ModelShape, settings: RunSettings, parallel: Parallel = Parallel()) -> list[Compared]:
+def compare(shape: ModelShape, settings: RunSettings, parallel: Parallel = ALONE) -> list[Compared]:
     """AdamW in fp32 and in bfloat16, 8-bit AdamW, LoRA, QLoRA, LOMO and the ternary states, at one batch and length.
 
     All with the same checkpointing; the others with whole logits and an ordinary backward, ours without either.

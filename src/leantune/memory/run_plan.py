@@ -1,4 +1,4 @@
-"""A run's plan against its budgets: every stage and part, whether it fits, what to change, and how large it could be."""
+"""A run's plan against its budgets: every stage and part, whether it fits, what to change, how large it could be."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -12,7 +12,7 @@ from leantune.memory.closed_form.step import walk_evaluation, walk_step
 from leantune.memory.closed_form.weights import WeightTable
 from leantune.memory.gpus import CONTEXT_BYTES
 from leantune.memory.parts import LABELS, OPTIMIZER_STATES, PARTS, WEIGHTS
-from leantune.memory.sharding import Parallel, RankShare, rank_share
+from leantune.memory.sharding import ALONE, Parallel, RankShare, rank_share
 from leantune.memory.sizes import GIB
 from leantune.memory.timeline import BACKWARD, FORWARD, PHASES, MemoryTimeline
 
@@ -77,10 +77,19 @@ class StagedBytes:
         return ((2 if kept is None else kept) + 1) * self.checkpoint_bytes + self.model_file_bytes
 
 
-def stage_bytes(shape: ModelShape, settings: RunSettings, parallel: Parallel = Parallel()) -> StagedBytes:
+def stage_bytes(shape: ModelShape, settings: RunSettings, parallel: Parallel = ALONE) -> StagedBytes:
     """Every stage by closed form, for the process that holds the most."""
     table = WeightTable(shape, settings)
     return _Stages(shape, settings, table, rank_share(shape, settings, table, parallel)).all()
+
+
+def with_overhead(parts: Mapping[str, int], cuda: bool) -> dict[str, int]:
+    """Parts with the device's own: a GPU's context, and gaps between what comes and goes."""
+    out = {part: int(parts.get(part, 0)) for part in STAGE_PARTS}
+    if cuda:
+        moving = sum(out.values()) - out[WEIGHTS] - out[ADAPTERS] - out[OPTIMIZER_STATES]
+        out[CONTEXT], out[FRAGMENTATION] = CONTEXT_BYTES, int(FRAGMENTED * moving)
+    return out
 
 
 class _Stages:
@@ -100,16 +109,14 @@ class _Stages:
         # Its states appear at each parameter's first update: after backward without a fused one.
         first_states = states if self.settings.fused else 0
         stages = (
-            Stage(
-                LOAD, self._with_overhead({WEIGHTS: self.share.weights, ADAPTERS: self.share.adapters}), self._loading()
-            ),
+            Stage(LOAD, self._overhead({WEIGHTS: self.share.weights, ADAPTERS: self.share.adapters}), self._loading()),
             self._stage(FORWARD_STAGE, self.step, forward, states),
             self._stage(BACKWARD_STAGE, self.step, backward, states),
             self._first(first_states),
             steady,
             self._stage(EVALUATION, self.evaluation, self.evaluation.peak_event, states),
-            Stage(SAVE, self._with_overhead(still), self._saving()),
-            Stage(RESUME, self._with_overhead(still), self._resuming()),
+            Stage(SAVE, self._overhead(still), self._saving()),
+            Stage(RESUME, self._overhead(still), self._resuming()),
         )
         return StagedBytes(
             stages=stages,
@@ -125,7 +132,7 @@ class _Stages:
         return int(inside[np.argmax(total[inside])])
 
     def _stage(self, name: str, timeline: MemoryTimeline, event: int, states: int) -> Stage:
-        return Stage(name, self._with_overhead(self._shared(timeline.at(event), states)), self._running())
+        return Stage(name, self._overhead(self._shared(timeline.at(event), states)), self._running())
 
     def _first(self, states: int) -> Stage:
         """Without states until they are needed: then they, all gradients and an update are there."""
@@ -139,7 +146,7 @@ class _Stages:
                 "update": self.table.whole_update_bytes,
             }
             while_running = max(while_running, after, key=lambda parts: sum(parts.values()))
-        return Stage(FIRST, self._with_overhead(while_running), self._running())
+        return Stage(FIRST, self._overhead(while_running), self._running())
 
     def _shared(self, parts: Mapping[str, int], states: int) -> dict[str, int]:
         """A step's parts with this process's share of weights, states and what is communicated."""
@@ -149,13 +156,8 @@ class _Stages:
             out["gradients"] = int(parts["gradients"] * share.gradients / self.table.gradient_bytes)
         return out | {COMMUNICATION: share.communication}
 
-    def _with_overhead(self, parts: Mapping[str, int]) -> dict[str, int]:
-        """Parts with the device's own: its context, and gaps between what comes and goes."""
-        out = {part: int(parts.get(part, 0)) for part in STAGE_PARTS}
-        if self.settings.cuda:
-            moving = sum(out.values()) - out[WEIGHTS] - out[ADAPTERS] - out[OPTIMIZER_STATES]
-            out[CONTEXT], out[FRAGMENTATION] = CONTEXT_BYTES, int(FRAGMENTED * moving)
-        return out
+    def _overhead(self, parts: Mapping[str, int]) -> dict[str, int]:
+        return with_overhead(parts, self.settings.cuda)
 
     # -- the host -----------------------------------------------------------------------------------------------------
 

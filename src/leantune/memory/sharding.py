@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from leantune.errors import InvalidArgumentError
 from leantune.memory.closed_form.model_shape import ModelShape
+from leantune.memory.closed_form.optimizer_cost import Trained
 from leantune.memory.closed_form.settings import RunSettings
 from leantune.memory.closed_form.weights import WeightTable
 
@@ -30,6 +31,10 @@ class Parallel:
     def where(self) -> str:
         """How figures of several processes must be read; empty for one."""
         return "" if self.ranks == 1 else f", each of {self.ranks} processes ({self.kind})"
+
+
+ALONE = Parallel()
+"""One process."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ class _Sharded:
     def __init__(self, table: WeightTable, ranks: int) -> None:
         self.stored: dict[str, int] = {}
         self.weights = self.adapters = self.states = self.gradients = 0
-        kinds: Counter[tuple[tuple[int, ...], str]] = Counter()
+        kinds: Counter[Trained] = Counter()
         for name, size in table.shapes.items():
             share = -(-size[0] // ranks) / size[0]
             stored = table.stored[name]
@@ -90,8 +95,8 @@ class _Sharded:
                 self.weights += local
             if table[name].trained:
                 self.gradients += int(table[name].gradient_bytes * share)
-                kinds[size, table.dtypes[name]] += 1
-        for (size, dtype), number in kinds.items():
-            share = -(-size[0] // ranks) / size[0]
-            local, everywhere = table.cost.layout_bytes(size, dtype)
+                kinds[Trained(size, table.dtypes[name], "embed_tokens" in name)] += 1
+        for trained, number in kinds.items():
+            share = -(-trained.shape[0] // ranks) / trained.shape[0]
+            local, everywhere = table.cost.layout_bytes(trained)
             self.states += number * (int(local * share) + everywhere)

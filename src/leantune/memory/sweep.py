@@ -20,7 +20,7 @@ def sweep(shape: ModelShape, settings: RunSettings, parallel: Parallel, by: str)
     values = _LENGTHS if by == "length" else _BATCHES
     rows = []
     for value in values:
-        one = replace(settings, **{"length" if by == "length" else "batch_size": value})
+        one = replace(settings, length=value) if by == "length" else replace(settings, batch_size=value)
         parts = stage_bytes(shape, one, parallel).peak.parts
         weights, states = parts[WEIGHTS] + parts[ADAPTERS], parts[OPTIMIZER_STATES]
         gradients = parts[GRADIENTS]

@@ -9,18 +9,20 @@ import torch
 from torch import nn
 
 from leantune.activations.velora.apply import apply_velora
+from leantune.backward.fused import FusedBackward
 from leantune.errors import InvalidArgumentError
 from leantune.memory.closed_form.settings import RunSettings
-from leantune.memory.plan import plan_run
+from leantune.memory.plan import Plan, plan_run
 from leantune.memory.sizes import format_bytes
 from leantune.memory.trace import exact_loss, full_logits_loss, token_batch
 from leantune.memory.tracker import MemoryTracker
+from leantune.optim.base import LeanOptimizer
 from leantune.training.config import TrainConfig
 from leantune.training.optimizers import build_optimizer
 
 
-def traced_peak(config: TrainConfig, described: Any, settings: RunSettings) -> int:
-    """Bytes of tensors at the peak of a steady step, walked on fake tensors; no weight exists."""
+def traced(config: TrainConfig, described: Any, settings: RunSettings) -> tuple[Plan, nn.Module]:
+    """(a steady step walked on fake tensors, the model on the meta device): no weight exists."""
     with torch.device("meta"):
         model = build_model(config, described, settings)
     plan = plan_run(
@@ -33,9 +35,10 @@ def traced_peak(config: TrainConfig, described: Any, settings: RunSettings) -> i
         loss="exact" if settings.exact_loss else "full_logits",
         micro_batches=settings.micro_batches,
         accumulate=settings.accumulate,
+        autocast=torch.bfloat16 if config.bf16 else None,
         batch=token_batch(settings.batch_size, settings.length, torch.device("cpu")),
     )
-    return plan.total
+    return plan, model
 
 
 def measured_peak(config: TrainConfig, described: Any, settings: RunSettings) -> int:
@@ -43,19 +46,19 @@ def measured_peak(config: TrainConfig, described: Any, settings: RunSettings) ->
 
     Raises InvalidArgumentError where half of this machine's free memory does not hold the plan.
     """
-    need = traced_peak(config, described, settings)
+    need = traced(config, described, settings)[0].total
     free = psutil.virtual_memory().available
     if need > free // 2:
         raise InvalidArgumentError(
-            f"tier measured runs two real steps, which need {format_bytes(need)}; this machine has {format_bytes(free)} "
-            "free, and half of it may be used. Write tier traced"
+            f"tier measured runs two real steps, which need {format_bytes(need)}; this machine has "
+            f"{format_bytes(free)} free, and half of it may be used. Write tier traced"
         )
-    from leantune.backward.fused import FusedBackward
-
     model = build_model(config, described, settings)
     optimizer = _optimizer(config, model)
     clip = "global" if settings.two_passes else "per_tensor"
-    fused = FusedBackward(optimizer, inner(model), clip, accumulate=settings.accumulate) if settings.fused else None
+    fused = None
+    if settings.fused and isinstance(optimizer, LeanOptimizer):
+        fused = FusedBackward(optimizer, inner(model), clip, accumulate=settings.accumulate)
     loss_of = exact_loss if settings.exact_loss else full_logits_loss
     generator = torch.Generator().manual_seed(config.seed)
     shape = (settings.batch_size, settings.length)
@@ -82,7 +85,7 @@ def build_model(config: TrainConfig, described: Any, settings: RunSettings) -> n
     from transformers import AutoModelForCausalLM
 
     if settings.method == "qlora":
-        raise InvalidArgumentError("method: qlora is planned in closed form alone; write tier closed")
+        raise InvalidArgumentError("method: qlora is planned in closed form alone: tier closed, and a model it knows")
     model: Any = AutoModelForCausalLM.from_config(described, dtype=getattr(torch, config.dtype))
     if settings.checkpoint_every:
         with warnings.catch_warnings():

@@ -1,13 +1,12 @@
 """``lt.plan``: from a config to a plan against budgets, without loading a weight."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from leantune.errors import ConfigError, InvalidArgumentError
 from leantune.memory.advice import advise
 from leantune.memory.closed_form.model_shape import ModelShape
-from leantune.memory.closed_form.optimizer_cost import OptimizerCost
 from leantune.memory.closed_form.settings import RunSettings
 from leantune.memory.closed_form.step import walk_step
 from leantune.memory.closed_form.weights import WeightTable
@@ -18,6 +17,7 @@ from leantune.memory.run_plan import Budgets, RunPlan
 from leantune.memory.run_stages import CONTEXT_BYTES, FRAGMENTED, stage_bytes
 from leantune.memory.sharding import Parallel
 from leantune.memory.sizes import parse_size
+from leantune.memory.traced_stages import traced_stages
 from leantune.training.config import TrainConfig, load_config
 
 TIERS = ("closed", "traced", "measured")
@@ -48,22 +48,42 @@ def plan(
             model with random weights, on this machine): the later ones are compared with the first.
         advice: also work out what would help and how large the run could be; False takes a tenth of the time.
 
+    A model or a setting that is not in closed form is planned from a step on fake tensors, without advice.
+
     Raises ConfigError, or InvalidArgumentError, for a config that cannot work, a model without config.json or of an
-    architecture that is not in closed form (InvalidArgumentError then names ``tier="traced"``), damaged files.
+    unknown architecture, damaged files.
     """
     if tier not in TIERS:
         raise InvalidArgumentError(f"tier is {tier!r}; write one of {', '.join(TIERS)}")
     config = config if isinstance(config, TrainConfig) else load_config(config, planning=True)
     if not config.model_name_or_path:
         raise ConfigError("- model_name_or_path is missing")
-    budgets = _budgets(config, memory_budget, host_memory_budget, disk_budget, gpu)
-    described = read_config(config.model_name_or_path)
-    spread = Parallel(parallel, world_size)
-    shape, settings = ModelShape.of_config(described), settings_of(config, described)
-    table = WeightTable(shape, settings)
+    asked = _Asked(config, _budgets(config, memory_budget, host_memory_budget, disk_budget, gpu), tier, advice)
+    described, spread = read_config(config.model_name_or_path), Parallel(parallel, world_size)
+    try:
+        shape, settings = ModelShape.of_config(described), settings_of(config, described)
+        table = WeightTable(shape, settings)
+        if config.bf16:
+            raise InvalidArgumentError("autocast (bf16: true) casts weights as it goes: not in closed form")
+    except InvalidArgumentError as error:
+        return _from_trace(asked, described, spread, str(error))
+    return _in_closed_form(asked, described, spread, shape, settings, table)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    config: TrainConfig
+    budgets: Budgets
+    tier: str
+    advice: bool
+
+
+def _in_closed_form(
+    asked: _Asked, described: Any, spread: Parallel, shape: ModelShape, settings: RunSettings, table: WeightTable
+) -> RunPlan:
+    config, memory = asked.config, asked.budgets.memory
     staged = stage_bytes(shape, settings, spread)
-    notes = [*config.notes, *_notes(config, shape, table)]
-    tiers = _tiers(config, described, shape, settings, tier)
+    solved = asked.advice and memory is not None
     return RunPlan(
         model=config.model_name_or_path,
         parameters=table.elements,
@@ -72,22 +92,43 @@ def plan(
         parallel=spread,
         staged=staged,
         disk_bytes=staged.disk_bytes(config.save_total_limit),
-        budgets=budgets,
-        dtypes=_dtypes(settings, table.cost),
-        advice=advise(shape, settings, spread, staged.peak.total, budgets.memory) if advice else (),
-        largest=largest(shape, settings, spread, budgets.memory) if advice and budgets.memory is not None else None,
-        tiers=tiers,
-        notes=tuple(notes),
+        budgets=asked.budgets,
+        dtypes=_dtypes(settings, table.cost.name),
+        advice=advise(shape, settings, spread, staged.peak.total, memory) if asked.advice else (),
+        largest=largest(shape, settings, spread, memory) if solved and memory is not None else None,
+        tiers=_tiers(config, described, shape, settings, asked.tier),
+        notes=(*config.notes, *_notes(config, shape, table)),
+    )
+
+
+def _from_trace(asked: _Asked, described: Any, spread: Parallel, why: str) -> RunPlan:
+    """A plan of whatever transformers can build, from one step on fake tensors."""
+    from leantune.training.plan_tiers import traced
+
+    config = asked.config
+    if spread.ranks > 1:
+        raise InvalidArgumentError(f"{why}; several processes are planned in closed form alone: plan for one")
+    settings = settings_of(config, described)
+    found, model = traced(config, described, settings)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    staged = traced_stages(found, settings, sum(p.numel() * p.element_size() for p in trained))
+    return RunPlan(
+        model=config.model_name_or_path,
+        parameters=sum(p.numel() for p in model.parameters()),
+        trained=sum(p.numel() for p in trained),
+        settings=settings,
+        parallel=spread,
+        staged=staged,
+        disk_bytes=staged.disk_bytes(config.save_total_limit),
+        budgets=asked.budgets,
+        dtypes=_dtypes(settings, config.optim),
+        tiers={"traced": found.total},
+        notes=(*config.notes, f"from a step on fake tensors, without advice: {why}", *_assumptions(), *found.notes),
     )
 
 
 def settings_of(config: TrainConfig, described: Any, *, cuda: bool = True) -> RunSettings:
     """What a config says, as the closed form takes it. ``described``: the model's transformers config."""
-    if config.bf16:
-        raise InvalidArgumentError(
-            "autocast (bf16: true) casts weights as it goes, which is not in closed form; plan with dtype: bfloat16, "
-            "or from a built model with leantune.memory.plan_run"
-        )
     rows, length = config.per_device_train_batch_size, config.max_length
     if config.packing:
         rows, length = 1, rows * length
@@ -142,20 +183,24 @@ def _budgets(
     )
 
 
-def _dtypes(settings: RunSettings, cost: OptimizerCost) -> dict[str, str]:
+def _dtypes(settings: RunSettings, optim: str) -> dict[str, str]:
     states = {"ternary_adamw": "trits", "adamw": "float32", "lomo": "none", "adalomo": "float32 factors"}
     weights = f"{settings.dtype} (base in nf4)" if settings.method == "qlora" else settings.dtype
     trained = settings.adapter_dtype if settings.adapts else settings.dtype
-    kept = states.get(cost.name, trained)
+    kept = states.get(optim, trained)
     return {"weights": weights, "compute": settings.dtype, "gradients": trained, "states": kept}
 
 
+def _assumptions() -> tuple[str, ...]:
+    return (
+        f"device context {CONTEXT_BYTES >> 20} MiB and fragmentation {100 * FRAGMENTED:.0f} % of what comes and goes "
+        "are assumptions; a profile measures them",
+        "no attention mask: padded batches and packed sequences keep one, and copies of keys and values, beside this",
+    )
+
+
 def _notes(config: TrainConfig, shape: ModelShape, table: WeightTable) -> list[str]:
-    notes = [
-        f"device context {CONTEXT_BYTES >> 20} MiB and fragmentation {100 * FRAGMENTED:.0f} % of what comes and goes are "
-        "assumptions; a profile measures them",
-        "no attention mask: batches with padding or packed sequences keep one and copies of keys and values beside this",
-    ]
+    notes = [*_assumptions()]
     if config.method == "auto":
         notes.append("method: auto is planned as method: full; leantune.training.recipe.choose_recipe decides it")
     if shape.positions and config.max_length > shape.positions:
@@ -177,9 +222,9 @@ def _tiers(config: TrainConfig, described: Any, shape: ModelShape, settings: Run
     here = replace(settings, cuda=False)
     tiers = {"closed": walk_step(shape, here, WeightTable(shape, here)).peak_bytes}
     if tier in ("traced", "measured"):
-        from leantune.training.plan_tiers import traced_peak
+        from leantune.training.plan_tiers import traced
 
-        tiers["traced"] = traced_peak(config, described, settings)
+        tiers["traced"] = traced(config, described, settings)[0].total
     if tier == "measured":
         from leantune.training.plan_tiers import measured_peak
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from leantune.memory.closed_form.model_shape import ModelShape
-from leantune.memory.closed_form.operators import FLOAT, INDEX, Operators
-from leantune.memory.closed_form.tape import Block, Results, Weight
+from leantune.memory.closed_form.operators import INDEX, Operators
+from leantune.memory.closed_form.tape import FLOAT, Block, Results, Weight
 
 
 @dataclass(frozen=True)

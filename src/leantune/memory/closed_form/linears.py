@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from leantune.memory.closed_form.model_shape import ModelShape
-from leantune.memory.closed_form.operators import FLOAT, Operators
+from leantune.memory.closed_form.operators import Operators
 from leantune.memory.closed_form.settings import ITEM_BYTES, RunSettings
-from leantune.memory.closed_form.tape import Block, Results, Weight
+from leantune.memory.closed_form.tape import FLOAT, Block, Results, Weight
 from leantune.memory.closed_form.weights import WeightTable
 
 _REORDERED = ("q_proj", "k_proj")

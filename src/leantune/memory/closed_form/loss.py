@@ -1,4 +1,4 @@
-"""The loss at the end of a model: without logits, a tile at a time (`leantune.activations.loss`), or over whole logits."""
+"""The loss at the end of a model: without logits, a tile at a time, or over whole logits."""
 
 from dataclasses import dataclass
 
@@ -6,8 +6,7 @@ from leantune.activations.logit_tiles import TileCost, plan_tiles
 from leantune.activations.loss import TILE_BYTES
 from leantune.activations.tiled_cross_entropy import _ROUNDED_TOGETHER
 from leantune.codec.tiles import TILE_ELEMENTS
-from leantune.memory.closed_form.operators import FLOAT
-from leantune.memory.closed_form.tape import Block, Results, Tape, Weight
+from leantune.memory.closed_form.tape import FLOAT, Block, Results, Tape, Weight
 from leantune.memory.parts import ACTIVATIONS, GRADIENTS, LOSS, UPDATE
 from leantune.optim.gradient import NORM_CHUNK
 

@@ -6,9 +6,8 @@ Each follows torch's derivative formula of that operator. ``taken`` inputs are l
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from leantune.memory.closed_form.tape import Block, Results, Tape, Weight
+from leantune.memory.closed_form.tape import FLOAT, Block, Results, Tape, Weight
 
-FLOAT = 4
 INDEX = 8
 
 
@@ -28,12 +27,16 @@ class Operators:
         if size == back:
             return self.tape.keep(x)
         out = self.tape.new(elements * size)
-        return self.tape.node(out, (), lambda gradient: [(x, self.tape.new(elements * back))], (x,))
+        return self.tape.node(out, (), lambda g: [(x, self.tape.new(elements * back))], (x,))
 
     def add(self, a: Block, b: Block) -> Block:
         """a + b; both get the gradient itself."""
         out = self.tape.new(a.size)
-        return self.tape.node(out, (), lambda g: [(x, self.tape.keep(g)) for x in (a, b) if not x.constant], (a, b))
+
+        def back(gradient: Block) -> Results:
+            return [(x, self.tape.keep(gradient)) for x in (a, b) if not x.constant]
+
+        return self.tape.node(out, (), back, (a, b))
 
     def product(self, a: Block, b: Block) -> Block:
         """a * b of two activations, both kept."""
@@ -58,14 +61,14 @@ class Operators:
         tape, elements = self.tape, rows * width
         wide = self.cast(x, elements, FLOAT, self.size)
         square = tape.new(elements * FLOAT)
-        square = tape.node(square, (wide,), lambda g: self._square_back(wide, elements), (wide,))
+        tape.node(square, (wide,), lambda g: self._square_back(wide, elements), (wide,))
         mean = tape.new(rows * FLOAT)
-        mean = tape.node(mean, (), lambda g, square=square: [(square, tape.new(elements * FLOAT))], (square,))
+        tape.node(mean, (), lambda g: [(square, tape.new(elements * FLOAT))], (square,))
         tape.drop(square)
         shifted = tape.new(rows * FLOAT)
-        shifted = tape.node(shifted, (), lambda g, mean=mean: [(mean, tape.keep(g))], (mean,))
+        tape.node(shifted, (), lambda g: [(mean, tape.keep(g))], (mean,))
         root = tape.new(rows * FLOAT)
-        root = tape.node(root, (root,), lambda g: [(shifted, self._root_back(rows))], (shifted,))
+        tape.node(root, (root,), lambda g: [(shifted, self._root_back(rows))], (shifted,))
         tape.drop(shifted)
         if widened:
             tape.drop(mean)

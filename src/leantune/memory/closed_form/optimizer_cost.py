@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,11 +33,20 @@ MOMENTS = {
 }
 """States of the weight's shape and dtype that transformers' other optimizers keep."""
 EIGHT_BIT = {"adamw_bnb_8bit": 2, "adamw_8bit": 2, "paged_adamw_8bit": 2, "lion_8bit": 1}
-"""bitsandbytes: states of a byte an element and an fp32 scale for every 256, fp32 below 4,096 elements."""
+"""bitsandbytes: states of a byte an element and an fp32 scale for every 256; fp32 below 4,096 elements, and for
+embeddings, as transformers sets it."""
 _SMALL = 4096
 _SCALE_BLOCK = 256
 _TILES = {"ternary_adamw": 0, "adamw": 7, "lomo": 3, "adalomo": 5.1, "taco_one_sparse": 9}
 """fp32 tiles of 2^17 elements that a rule holds at once (ternary states run in kernels, which need none)."""
+
+
+class Trained(NamedTuple):
+    """A kind of trained parameter."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    embedding: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,26 +86,27 @@ class OptimizerCost:
         """Whether one step's temporaries span all parameters: torch's foreach kernels."""
         return cuda and self.name == "adamw_torch"
 
-    def state_bytes(self, parameters: "Counter[tuple[tuple[int, ...], str]]", *, on_host: bool) -> int:
-        """Bytes of all states; ``parameters`` counts (shape, dtype) of those trained. ``on_host``: step counts of 8
-        bytes lie in the same memory."""
-        return sum(number * self._one(shape, dtype, on_host) for (shape, dtype), number in parameters.items())
+    def state_bytes(self, parameters: "Counter[Trained]", *, on_host: bool) -> int:
+        """Bytes of all states; ``parameters`` counts those trained. ``on_host``: step counts of 8 bytes lie in the same
+        memory."""
+        return sum(number * self._one(trained, on_host) for trained, number in parameters.items())
 
-    def layout_bytes(self, shape: tuple[int, ...], dtype: str) -> tuple[int, int]:
+    def layout_bytes(self, trained: Trained) -> tuple[int, int]:
         """(bytes sharded with a parameter's rows, bytes that every rank keeps) of one parameter's state."""
         if not self.ours:
-            return self._one(shape, dtype, False), 0
-        layout = self._layout(shape, dtype)
+            return self._one(trained, False), 0
+        layout = self._layout(trained.shape, trained.dtype)
         whole = sum(_size(spec) for name, spec in layout.tensors.items() if name in layout.replicated)
         return layout.nbytes - whole, whole
 
-    def _one(self, shape: tuple[int, ...], dtype: str, on_host: bool) -> int:
+    def _one(self, trained: Trained, on_host: bool) -> int:
+        shape, dtype = trained.shape, trained.dtype
         count = torch.Size(shape).numel()
         if self.ours:
             return int(self._layout(shape, dtype).nbytes) + (STEP_COUNT_BYTES if on_host else 0)
         if self.name in EIGHT_BIT:
             moments = EIGHT_BIT[self.name]
-            if count < _SMALL:
+            if count < _SMALL or trained.embedding:
                 return moments * 4 * count
             return moments * (count + 4 * -(-count // _SCALE_BLOCK))
         item = getattr(torch, dtype).itemsize

@@ -16,14 +16,15 @@ from leantune.memory.timeline import MemoryTimeline
 
 def walk_step(shape: ModelShape, settings: RunSettings, table: WeightTable) -> MemoryTimeline:
     """A steady step: forward, backward and update, as `leantune.memory.trace` walks it on fake tensors."""
-    walk = _Walk(shape, settings, table, Tape(fused=settings.fused))
+    accumulate = 2 if settings.accumulate == "bfloat16" else 4
+    walk = _Walk(shape, settings, table, Tape(accumulate=accumulate))
     walk.train()
     return walk.tape.timeline()
 
 
 def walk_evaluation(shape: ModelShape, settings: RunSettings, table: WeightTable) -> MemoryTimeline:
     """A forward of one evaluation batch, of training's size, that keeps nothing."""
-    walk = _Walk(shape, settings, table, Tape(fused=settings.fused))
+    walk = _Walk(shape, settings, table, Tape())
     walk.tape.keeps = False
     walk.begin()
     walk.tape.drop(walk.forward())
@@ -37,11 +38,25 @@ class _Walk:
         self.linears = Linears(shape, settings, table)
 
     def train(self) -> None:
+        """At most two micro-batches: a third looks like the second."""
+        settings, tape = self.settings, self.tape
         self.begin()
-        loss = self.forward()
-        self.tape.backward(loss)
-        if not self.settings.fused:
-            self.tape.touch(self.table.whole_update_bytes, UPDATE)
+        micro_batches = min(2, settings.micro_batches)
+        for _ in range(micro_batches):
+            loss = self.forward()
+            if settings.fused and micro_batches == 1:
+                if settings.two_passes:
+                    tape.gradients_are = "dropped"
+                    tape.backward(loss, retain=True)
+                tape.gradients_are = "applied"
+            elif settings.fused:
+                tape.gradients_are = "gathered"
+            tape.backward(loss)
+            tape.drop(loss)
+        if settings.fused:
+            tape.apply_sums()
+        else:
+            tape.touch(self.table.whole_update_bytes, UPDATE)
 
     def begin(self) -> None:
         """What is there before the step."""

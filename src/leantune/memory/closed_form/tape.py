@@ -11,12 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Literal
 
-import numpy as np
-
-from leantune.memory.parts import ACTIVATIONS, GRADIENTS, PARTS, RECOMPUTE, TEMPORARIES
+from leantune.memory.parts import ACTIVATIONS, GRADIENTS, PARTS, RECOMPUTE, TEMPORARIES, UPDATE
 from leantune.memory.timeline import BACKWARD, FORWARD, PHASES, MemoryTimeline, resolve
 
+FLOAT = 4
+Does = Literal["kept", "applied", "dropped", "gathered"]
+"""What becomes of complete gradients."""
 _CODE = {part: code for code, part in enumerate(PARTS)}
 
 
@@ -69,6 +71,7 @@ class Frame:
     """What was run under gradient checkpointing: its nodes keep nothing until backward has run it again."""
 
     rerun: Callable[[], None] | None = None
+    ran: bool = False
     kept: list[tuple[Block, ...]] = field(default_factory=list)
     inputs: tuple[Block, ...] = ()
     last: int = 0
@@ -81,13 +84,12 @@ class Tape:
     """Counts bytes by part over a step.
 
     Args:
-        fused: gradients are applied and freed as soon as they are complete.
-        sums_in_place: autograd adds two gradients of one tensor into the first of them, as it does in a real run. While
-            a tracker watches it makes a third; the default counts as the tracker does.
+        accumulate: bytes an element of the sums that a fused backward gathers over micro-batches.
+        sums_in_place: autograd adds two gradients of one tensor into the first of them where nothing else holds it.
     """
 
-    def __init__(self, *, fused: bool, sums_in_place: bool = False) -> None:
-        self.fused = fused
+    def __init__(self, *, accumulate: int = FLOAT, sums_in_place: bool = True) -> None:
+        self.gradients_are: Does = "kept"
         self.keeps = True
         """False: in evaluation no operator keeps anything."""
         self._in_place = sums_in_place
@@ -102,7 +104,9 @@ class Tape:
         self._frame: Frame | None = None
         self._rerunning: Frame | None = None
         self._made: list[Block] = []
+        self._accumulate = accumulate
         self._gradients: dict[str, Block] = {}
+        self._sums: list[tuple[Weight, Block]] = []
         self._partial: dict[str, tuple[Block, int]] = {}
         self._uses: dict[str, int] = {}
         self._forward_ends: list[int] = []
@@ -214,8 +218,9 @@ class Tape:
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
-    def backward(self, loss: Block) -> None:
-        """Run all operators' backwards; what they kept is freed on the way."""
+    def backward(self, loss: Block, *, retain: bool = False) -> None:
+        """Run all operators' backwards; what they kept is freed on the way, unless ``retain``: another follows."""
+        self._phase = PHASES.index(FORWARD)
         root = self.new(loss.size)
         pending: dict[int, Block] = {id(loss): self.keep(root)}
         self._forward_ends.append(len(self._phases) - 1)
@@ -223,7 +228,7 @@ class Tape:
             if death < 0 and self._births[allocation] > 0 and self._parts[allocation] == _CODE[TEMPORARIES]:
                 self._parts[allocation] = _CODE[ACTIVATIONS]
         self._phase = PHASES.index(BACKWARD)
-        nodes, self._nodes = self._nodes, []
+        nodes, self._nodes = self._nodes, self._nodes if retain else []
         places = _places(nodes)
         for number in range(len(nodes) - 1, -1, -1):
             node = nodes[number]
@@ -234,9 +239,11 @@ class Tape:
             if node.frame is not None:
                 kept = self._recomputed(node.frame, places[number]) if node.saves else ()
             results = list(node.backward(gradient))
-            self.drop(*kept)
+            if node.frame is not None or not retain:
+                self.drop(*kept)
             if node.frame is not None and places[number] == node.frame.first:
-                self.drop(*node.frame.inputs)
+                node.frame.kept, node.frame.ran = [], False
+                self.drop(*(() if retain else node.frame.inputs))
             self.drop(gradient)
             for target, block in results:
                 if isinstance(target, Weight):
@@ -244,11 +251,14 @@ class Tape:
                 else:
                     pending[id(target)] = self._sum(pending.get(id(target)), block)
         self.drop(root)
+        if not retain:
+            self._uses.clear()
+        self._phase = PHASES.index(FORWARD)
 
     def _recomputed(self, frame: Frame, place: int) -> tuple[Block, ...]:
-        if frame.rerun is not None:
-            rerun, frame.rerun = frame.rerun, None
-            rerun()
+        if frame.rerun is not None and not frame.ran:
+            frame.ran = True
+            frame.rerun()
         return frame.kept[place] if place < len(frame.kept) else ()
 
     def _sum(self, first: Block | None, second: Block, part: str | None = None) -> Block:
@@ -274,20 +284,35 @@ class Tape:
 
     def complete(self, weight: Weight, gradient: Block) -> None:
         """All of a weight's gradient is there."""
-        if self.fused:
-            self.touch(weight.update_bytes, "update")
+        if self.gradients_are == "applied":
+            self.touch(weight.update_bytes, UPDATE)
+        if self.gradients_are in ("applied", "dropped"):
+            self.drop(gradient)
+        elif self.gradients_are == "gathered" and weight.elements * self._accumulate != weight.gradient_bytes:
+            if weight.name not in self._gradients:
+                total = self._gradients[weight.name] = self.new(weight.elements * self._accumulate, UPDATE)
+                self._sums.append((weight, total))
             self.drop(gradient)
         else:
+            if weight.name not in self._gradients:
+                self._sums.append((weight, gradient))
             before = self._gradients.pop(weight.name, None)
             self._gradients[weight.name] = gradient if before is None else before
             if before is not None:
                 self.drop(gradient)
 
+    def apply_sums(self) -> None:
+        """Update by what was gathered, one weight after the other, and free it."""
+        for weight, total in self._sums:
+            self.touch(weight.update_bytes, UPDATE)
+            self.drop(total)
+        self._sums, self._gradients = [], {}
+
     # -- results ------------------------------------------------------------------------------------------------------
 
     def timeline(self) -> MemoryTimeline:
         """Bytes by part after every event, as a tracker gives them; times count events."""
-        times = np.arange(len(self._phases), dtype=np.float64)
+        times = [float(event) for event in range(len(self._phases))]
         return resolve(times, self._phases, self._births, self._deaths, self._sizes, self._parts, self._forward_ends)
 
 

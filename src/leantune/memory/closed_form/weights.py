@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from leantune.memory.closed_form.model_shape import ModelShape
-from leantune.memory.closed_form.optimizer_cost import OptimizerCost
+from leantune.memory.closed_form.optimizer_cost import OptimizerCost, Trained
 from leantune.memory.closed_form.settings import ITEM_BYTES, RunSettings, quantised_bytes
 from leantune.memory.closed_form.tape import Weight
 
@@ -28,7 +28,7 @@ class WeightTable(Mapping[str, Weight]):
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.stored: dict[str, int] = {}
         self.dtypes: dict[str, str] = {}
-        states: Counter[tuple[tuple[int, ...], str]] = Counter()
+        states: Counter[Trained] = Counter()
         for name, size in shape.weights():
             self._add(name, size, settings, states, adapter=False)
         for name, size in _adapters(shape, settings):
@@ -44,7 +44,7 @@ class WeightTable(Mapping[str, Weight]):
         name: str,
         size: tuple[int, ...],
         settings: RunSettings,
-        states: "Counter[tuple[tuple[int, ...], str]]",
+        states: "Counter[Trained]",
         *,
         adapter: bool,
     ) -> None:
@@ -65,7 +65,7 @@ class WeightTable(Mapping[str, Weight]):
             self.adapter_bytes += stored
         if trained:
             self.trained += count
-            states[size, dtype] += 1
+            states[Trained(size, dtype, "embed_tokens" in name)] += 1
         update = self.cost.update_bytes(size, dtype, settings.cuda) if trained else 0
         self._weights[name] = Weight(name, count, trained, count * ITEM_BYTES[dtype] if trained else 0, update)
 
