@@ -25,12 +25,13 @@ def test_each_rung_is_chosen_where_it_is_the_first_to_leave_room():
     rungs = list(ladder(SHALLOW, SETTINGS))
     for place, rung in enumerate(rungs):
         total = stage_bytes(SHALLOW, rung.settings).peak.total
-        chosen = choose_recipe(SHALLOW, SETTINGS, total + GIB)
-        assert chosen.rung.name == rung.name and chosen.spare == GIB
-        assert chosen.next == (rungs[place + 1].name if place + 1 < len(rungs) else chosen.next)
+        enough = min(total + GIB, -(-total * 20 // 19) + 20)
+        chosen = choose_recipe(SHALLOW, SETTINGS, enough)
+        assert chosen.rung.name == rung.name and chosen.spare == enough - total
         if place + 1 < len(rungs):
-            tighter = choose_recipe(SHALLOW, SETTINGS, total + min(GIB, total // 20) // 2)
-            assert tighter.rung.name != rung.name and rung.name in tighter.why
+            assert chosen.next == rungs[place + 1].name
+            tighter = choose_recipe(SHALLOW, SETTINGS, enough - (16 << 20))
+            assert tighter.rung.name != rung.name
 
 
 def test_an_8b_on_24_gib_trains_all_weights():
