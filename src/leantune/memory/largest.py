@@ -60,8 +60,8 @@ def parameters(shape: ModelShape) -> int:
 def solve(need: Callable[[int], int], budget: int, most: int) -> int:
     """The largest n from 1 to ``most`` with need(n) <= budget, 0 for none; ``need`` must not fall.
 
-    A bracket that shrinks by interpolation, since memory grows almost in a straight line, and by halves where it does
-    not: five evaluations usually.
+    Memory grows almost in a straight line: the line through the first two points says where to look, then a bracket
+    shrinks by interpolation, and by halves where that gets nowhere. Six evaluations usually.
 
     >>> solve(lambda n: 100 + 7 * n, 200, 1000), solve(lambda n: 500, 200, 10), solve(lambda n: n, 200, 10)
     (14, 0, 10)
@@ -69,7 +69,7 @@ def solve(need: Callable[[int], int], budget: int, most: int) -> int:
     low, at_low = 1, need(1)
     if at_low > budget:
         return 0
-    high, at_high = most, need(most)
+    high, at_high = _above(need, budget, most, at_low)
     if at_high <= budget:
         return most
     halve = False
@@ -82,3 +82,12 @@ def solve(need: Callable[[int], int], budget: int, most: int) -> int:
         else:
             high, at_high = middle, needed
     return low
+
+
+def _above(need: Callable[[int], int], budget: int, most: int, at_one: int) -> tuple[int, int]:
+    """(n, need(n)) a little above the edge, if a straight line is right; ``most`` where nothing up to it is above."""
+    slope = need(min(2, most)) - at_one
+    high = most if slope <= 0 else min(most, 3 + int(1.05 * (budget - at_one) / slope))
+    while (needed := need(high)) <= budget and high < most:
+        high = min(most, 2 * high)
+    return high, needed
