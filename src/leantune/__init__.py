@@ -19,6 +19,7 @@ _HOMES = {
     "apply_velora": "leantune.activations.velora.apply",
     "linear_cross_entropy": "leantune.activations.loss",
     "attach": "leantune.training.attach",
+    "profile": "leantune.training.profile",
 }
 
 __all__ = ["__version__", *_HOMES]
