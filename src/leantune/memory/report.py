@@ -102,9 +102,8 @@ def _figures(profile: MemoryProfile) -> list[tuple[str, str, str]]:
         found.append(("budget", format_bytes(profile.budget), "of live tensors"))
     row = next((row for row in profile.rows if (row.stage, row.part) == ("step", TOTAL)), None)
     if row is not None and row.planned is not None:
-        found.append(
-            ("planned for a step", format_bytes(row.planned), f"measured {difference(row)}" * bool(row.measured))
-        )
+        remark = f"measured {difference(row)}" if row.measured else ""
+        found.append(("planned for a step", format_bytes(row.planned), remark))
     step = profile.stage("step")
     if step is not None and step.outside_bytes is not None:
         whose = "the allocator" if profile.machine.get("device") == "cuda" else "the process"
