@@ -155,9 +155,7 @@ def measure(case: Case) -> dict[str, Any]:
 def print_table(rows: ResultRows) -> None:
     """Every row, then the errors together."""
     found = rows.read()
-    print(
-        "| model | method | optimizer | fused | VeLoRA | ckpt | batch x length | planned MiB | measured MiB | error |"
-    )
+    print("| model | method | optimizer | fused | VeLoRA | ckpt | batch x length | planned, MiB | measured | error |")
     print("|---|---|---|---|---|---|---|---:|---:|---:|")
     for row in found:
         flags = " | ".join("yes" if row[name] == "True" else "no" for name in ("fused", "velora", "checkpointing"))

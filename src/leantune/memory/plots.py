@@ -119,15 +119,17 @@ def memory_svg(
     axes.set_ylim(0, highest / scale * 1.16)
     _draw_phases(axes, timeline, highest / scale * 1.16)
     _draw_peak(axes, timeline, scale, unit)
+    early = float(timeline.times[timeline.peak_event]) < 0.5 * float(timeline.times[-1])  # away from the peak's own
     for level, name, dashes in ((plan_total, "planned peak", (5, 3)), (budget, "budget", (1, 2))):
         if level is not None:
             axes.axhline(level / scale, color=_INK, linestyle=(0, dashes), linewidth=1.2)
             axes.annotate(
                 f"{name} {format_bytes(level)}",
-                (0.005, level / scale),
+                (0.995 if early else 0.005, level / scale),
                 xycoords=("axes fraction", "data"),
                 textcoords="offset points",
                 xytext=(0, 3),
+                ha="right" if early else "left",
                 fontsize=8,
                 color=_INK,
             )
@@ -291,9 +293,8 @@ def _svg(figure: "Figure") -> str:
     svg = re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', r'<svg \1 role="img">', svg, count=1)
     for ink in (_INK, "#000000"):
         svg = svg.replace(ink, "currentColor")
-    for paper in ("#ffffff",):
-        svg = svg.replace(paper, "var(--paper, #ffffff)")
-    # An attribute would lose against nothing; a style lets the page's font through.
+    svg = svg.replace("#ffffff", "var(--paper, #ffffff)")
+    # The size alone, so that the page's own font is used.
     return re.sub(r"font: ?([\d.]+px) [^;\"]*", r"font-size: \1", svg)
 
 

@@ -148,7 +148,8 @@ class MemoryTracker(TorchDispatchMode):
         return self.__enter__()
 
     def stop(self) -> None:
-        """End tracking; the same as leaving the ``with`` block. Modes entered since `start` must have been left."""
+        """End tracking; the same as leaving the ``with`` block. Done again, it does nothing. Modes entered since
+        `start` must have been left."""
         self.__exit__(None, None, None)
 
     def __enter__(self) -> "MemoryTracker":
@@ -172,9 +173,9 @@ class MemoryTracker(TorchDispatchMode):
         return self
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
-        super().__exit__(exc_type, exc_value, traceback)
         if not self._running:
             return
+        super().__exit__(exc_type, exc_value, traceback)
         self._running = False
         self._calls.stop()
         self._event()
