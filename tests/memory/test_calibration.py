@@ -8,9 +8,9 @@ from leantune.errors import InvalidArgumentError
 from leantune.memory.calibration import CALIBRATION_FILE, calibration, read_calibration
 from leantune.memory.stages import STEP, TOTAL, StageMeasurement, stage_rows
 
-PLANNED = {"step": {"weights": 100, "gradients": 50, "total": 150}, "forward": {"total": 90}}
+PLANNED = {STEP: {"weights": 100, "gradients": 50, "total": 150}, "forward": {"total": 90}}
 MEASURED = [
-    StageMeasurement("step", {"weights": 100, "gradients": 60}, part_peaks={"weights": 100, "gradients": 64}),
+    StageMeasurement(STEP, {"weights": 100, "gradients": 60}, part_peaks={"weights": 100, "gradients": 64}),
     StageMeasurement("forward", {"weights": 100}),
     StageMeasurement("save", {"weights": 100}),
 ]
@@ -25,10 +25,10 @@ def found():
 
 def test_rows_put_plan_beside_measurement_part_by_part():
     rows = {(row.stage, row.part): row for row in stage_rows(PLANNED, MEASURED)}
-    assert (rows["step", "gradients"].planned, rows["step", "gradients"].measured) == (50, 64)  # the part's own peak
-    assert rows["step", TOTAL].measured == 160
+    assert (rows[STEP, "gradients"].planned, rows[STEP, "gradients"].measured) == (50, 64)  # the part's own peak
+    assert rows[STEP, TOTAL].measured == 160
     assert rows["save", TOTAL].planned is None
-    assert list(dict.fromkeys(stage for stage, _ in rows)) == ["forward", "step", "save"]
+    assert list(dict.fromkeys(stage for stage, _ in rows)) == ["forward", STEP, "save"]
 
 
 def test_p1_a_calibration_is_read_back_with_its_errors(tmp_path):

@@ -94,7 +94,7 @@ def test_the_page_is_whole_and_fetches_nothing(tracked):
     assert "-50.0 %" in text  # measured half of what was planned
     assert "1,234 tokens/s" in text and "300.0 MiB" in text
     assert "a <b>model</b>" in text  # escaped, so it is text and no tag
-    for expected in ("steady step", "end of forward", "write less", "a note", "optimizer states"):
+    for expected in ("steady step", "forward", "write less", "a note", "optimizer states"):
         assert expected in text
 
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from leantune.cli import command_line
 from leantune.errors import MemoryBudgetError
 from leantune.memory.calibration import read_calibration
-from leantune.memory.stages import RESUME, STAGES, STEP, TOTAL
+from leantune.memory.stages import FIRST_STEP, RESUME, STAGES, STEP, TOTAL
 from leantune.training import profile as profiling
 from leantune.training import resumed_step
 from leantune.training.data import PreparedData
@@ -63,7 +63,7 @@ def test_p1_p3_p4_every_stage_is_measured(tiny_model_path: str, tmp_path: Path, 
     run = config(tiny_model_path, tmp_path, eval_split=0.2)
     found = profiling.profile(run, console=QUIET)
     check_whole(found, tmp_path / "out" / "profile")
-    assert found.stage("first_step").parts["optimizer_states"] <= found.stage(STEP).parts["optimizer_states"]
+    assert found.stage(FIRST_STEP).parts["optimizer_states"] <= found.stage(STEP).parts["optimizer_states"]
     assert found.tokens_per_second > 0 and found.modules
 
 
@@ -74,7 +74,7 @@ def test_p10_a_full_budget_ends_with_a_report_and_exit_code_3(tiny_model_path: s
     assert ended.exit_code == 3, ended.output
     folder = tmp_path / "out" / "profile"
     shortage = json.loads((folder / "memory_profile.json").read_text())["shortage"]
-    assert shortage["stage"] == "first_step" and shortage["module"] and shortage["operator"].startswith("aten")
+    assert shortage["stage"] == FIRST_STEP and shortage["module"] and shortage["operator"].startswith("aten")
     assert sum(shortage["live"].values()) > 600 * 1024
     assert shortage["others"]
     assert "What would make room" in (folder / "memory_report.html").read_text()

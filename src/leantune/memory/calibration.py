@@ -5,7 +5,7 @@ The file is one JSON object::
     {"format": 1, "made": "2026-11-30T22:00:00+00:00",
      "machine": {"device": "cpu", "name": ..., "memory_bytes": ...}, "versions": {"torch": ..., ...},
      "run": {"model": ..., "method": ..., "optim": ..., "where": "8 x 1024 tokens", ...},
-     "rows": [{"stage": "step", "part": "gradients", "planned": 1000, "measured": 1020, "error": -0.0196}, ...],
+     "rows": [{"stage": "steady step", "part": "gradients", "planned": 1000, "measured": 1020, "error": -0.0196}, ...],
      "beside_tensors": 180000000, "median_error": 0.01, "worst_error": 0.04}
 
 Errors are (planned - measured) / measured; `median_error` and `worst_error` are of the stages' totals, without sign.

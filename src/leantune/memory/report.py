@@ -12,7 +12,7 @@ from leantune.memory.parts import LABELS, PARTS
 from leantune.memory.plots import COLOURS, memory_svg
 from leantune.memory.profile import MemoryProfile, difference
 from leantune.memory.sizes import format_bytes
-from leantune.memory.stages import STAGE_LABELS, TOTAL, StageMeasurement
+from leantune.memory.stages import STAGE_LABELS, STEP, TOTAL, StageMeasurement
 
 MODULES_SHOWN = 16
 
@@ -100,11 +100,11 @@ def _figures(profile: MemoryProfile) -> list[tuple[str, str, str]]:
         found.append(("largest stage", format_bytes(peak.peak_bytes), STAGE_LABELS[peak.stage]))
     if profile.budget is not None:
         found.append(("budget", format_bytes(profile.budget), "of live tensors"))
-    row = next((row for row in profile.rows if (row.stage, row.part) == ("step", TOTAL)), None)
+    row = next((row for row in profile.rows if (row.stage, row.part) == (STEP, TOTAL)), None)
     if row is not None and row.planned is not None:
         remark = f"measured {difference(row)}" if row.measured else ""
         found.append(("planned for a step", format_bytes(row.planned), remark))
-    step = profile.stage("step")
+    step = profile.stage(STEP)
     if step is not None and step.outside_bytes is not None:
         whose = "the allocator" if profile.machine.get("device") == "cuda" else "the process"
         found.append((f"{whose} in a step", format_bytes(step.outside_bytes), "above what it held before loading"))

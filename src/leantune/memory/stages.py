@@ -9,8 +9,8 @@ from leantune.memory.parts import PARTS
 LOAD = "load"
 FORWARD_STAGE = "forward"
 BACKWARD_STAGE = "backward"
-FIRST_STEP = "first_step"
-STEP = "step"
+FIRST_STEP = "first step"
+STEP = "steady step"
 EVALUATION = "evaluation"
 SAVE = "save"
 RESUME = "resume"
@@ -20,7 +20,7 @@ STAGES = (LOAD, FORWARD_STAGE, BACKWARD_STAGE, FIRST_STEP, STEP, EVALUATION, SAV
 
 STAGE_LABELS = {
     LOAD: "load the model",
-    FORWARD_STAGE: "end of forward",
+    FORWARD_STAGE: "forward",
     BACKWARD_STAGE: "backward",
     FIRST_STEP: "first step",
     STEP: "steady step",
@@ -28,7 +28,7 @@ STAGE_LABELS = {
     SAVE: "save a checkpoint",
     RESUME: "resume from it",
 }
-"""What a reader sees. "end of forward" is what is in use when backward begins; the other stages are peaks."""
+"""What a reader sees. "forward" and "backward" are the peaks of the two within a steady step."""
 
 TOTAL = "total"
 """Beside the parts, in a `StageRow`."""
@@ -72,7 +72,7 @@ class StageRow:
     def error(self) -> float | None:
         """(planned - measured) / measured; None where one of them is missing or nothing was measured.
 
-        >>> StageRow("step", "total", 103, 100).error
+        >>> StageRow("steady step", "total", 103, 100).error
         0.03
         """
         if self.planned is None or not self.measured:

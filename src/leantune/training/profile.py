@@ -45,7 +45,7 @@ from leantune.memory.stages import (
     StageMeasurement,
     stage_rows,
 )
-from leantune.memory.timeline import BACKWARD, MemoryTimeline
+from leantune.memory.timeline import BACKWARD, FORWARD, MemoryTimeline
 from leantune.memory.tracker import MemoryTracker
 from leantune.training.config import TrainConfig, load_config
 from leantune.training.longest import longest_first
@@ -242,7 +242,7 @@ class _Profiling:
         )
         if self.stage == STEP:
             self.timeline, self.modules = timeline, tracker.modules(timeline)
-            self.stages.append(StageMeasurement(FORWARD_STAGE, timeline.saved_at_forward_end()))
+            self.stages.append(StageMeasurement(FORWARD_STAGE, timeline.peak_in(FORWARD)))
             self.stages.append(StageMeasurement(BACKWARD_STAGE, timeline.peak_in(BACKWARD)))
 
     def _resume(self) -> None:
@@ -334,12 +334,7 @@ class _Steps(TrainerCallback):
 
 def planned_stages(plan: Plan | None) -> dict[str, dict[str, int]]:
     """What a plan of one step says of the stages; the others stay unplanned."""
-    if plan is None:
-        return {}
-    return {
-        FORWARD_STAGE: {**plan.saved, TOTAL: sum(plan.saved.values())},
-        STEP: {**plan.parts, TOTAL: plan.total},
-    }
+    return {} if plan is None else {STEP: {**plan.parts, TOTAL: plan.total}}
 
 
 @contextmanager
