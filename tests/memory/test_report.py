@@ -1,5 +1,6 @@
 """The report: one page that fetches nothing, with every stage, part and module in it, and its numbers right."""
 
+import dataclasses
 import re
 import shutil
 import subprocess
@@ -112,7 +113,7 @@ def test_p10_a_shortage_names_where_what_and_who(tracked):
     shortage = MemoryShortage(
         stage=STEP,
         message="out of memory: here",
-        simulated=True,
+        simulated=False,
         live=tracked.timeline().at_peak(),
         part="activations",
         phase="forward",
@@ -124,7 +125,9 @@ def test_p10_a_shortage_names_where_what_and_who(tracked):
     text = text_of(render_report(profile(tracked, shortage)))
     for expected in ("layers.7.mlp", "aten.mm.default", "other-training", "4242", "3.00 GiB", "What would make room"):
         assert expected in text
-    assert "Over the memory budget in: steady step" in text
+    assert "Out of memory in: steady step" in text
+    over = text_of(render_report(profile(tracked, dataclasses.replace(shortage, simulated=True))))
+    assert "Over the memory budget in: steady step" in over
 
 
 def test_p10_other_processes_are_read_from_nvidia_smi(monkeypatch):
