@@ -20,6 +20,7 @@ _HOMES = {
     "linear_cross_entropy": "leantune.activations.loss",
     "attach": "leantune.training.attach",
     "plan": "leantune.training.planning",
+    "profile": "leantune.training.profile",
 }
 
 __all__ = ["__version__", *_HOMES]

@@ -9,6 +9,8 @@ from typer.testing import CliRunner
 import leantune as lt
 from leantune.cli import command_line
 from leantune.errors import LeantuneError
+from leantune.memory.calibration import calibration
+from leantune.memory.stages import TOTAL, StageRow
 from leantune.training.config import load_config
 
 SIZES = {
@@ -96,3 +98,17 @@ def test_a4_quantised_bases_and_p10_a_plan_that_does_not_fit_says_which_part(mod
     assert plan.dtypes["weights"] == "bfloat16 (base in nf4)"
     assert plan.over[0].startswith("memory: ") and "most of it" in plan.over[0] and plan.advice
     assert plan.largest.batch_size == 0
+
+
+def test_a_profiles_calibration_corrects_stages_and_states_its_error(model, tmp_path):
+    rows = [StageRow("steady step", TOTAL, 1000, 1100), StageRow("load", TOTAL, 1000, 1000)]
+    run_ = {"model": "m", "where": "1 x 64 tokens"}
+    calibration(rows, machine={"device": "cpu"}, versions={}, run=run_, beside_tensors=5).save(tmp_path)
+    config = load_config(None, ["--model_name_or_path", model, "--max_length", "64"], planning=True)
+    plain, corrected = (lt.plan(config, advice=False, calibration=one) for one in (None, tmp_path))
+    for before, after in zip(plain.staged.stages, corrected.staged.stages, strict=True):
+        tensors = before.total - before.parts["context"] - before.parts["fragmentation"]
+        assert after.total - before.total == (int(tensors * (1.1 - 1.0)) if before.name == "steady step" else 0)
+    assert "off by 4.5 % (median of the stages), 9.1 % at worst" in corrected.table()
+    with pytest.raises(LeantuneError, match="cannot be read as a memory calibration"):
+        lt.plan(config, calibration=tmp_path / "none.json")

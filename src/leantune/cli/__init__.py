@@ -4,11 +4,12 @@ import sys
 
 import typer
 
-from leantune.errors import LeantuneError
+from leantune.errors import LeantuneError, MemoryBudgetError
 
 
 def command_line() -> typer.Typer:
     """The ``leantune`` command with its sub-commands."""
+    from leantune.cli import profile as profile_command
     from leantune.cli.demo import demo
     from leantune.cli.plan import EXAMPLES as PLAN_EXAMPLES
     from leantune.cli.plan import plan
@@ -24,14 +25,18 @@ def command_line() -> typer.Typer:
     # Any key of the config is a flag, so typer must let through those it does not know.
     app.command("train", epilog=EXAMPLES, context_settings={"ignore_unknown_options": True})(train)
     app.command("plan", epilog=PLAN_EXAMPLES, context_settings={"ignore_unknown_options": True})(plan)
+    app.command("profile", epilog=profile_command.EXAMPLES, context_settings={"ignore_unknown_options": True})(
+        profile_command.profile
+    )
     app.command("demo")(demo)
     return app
 
 
 def main() -> None:
-    """Entry point: a user's mistake ends with its message on stderr and exit code 2, not with a traceback."""
+    """Entry point: a user's mistake ends with its message on stderr and exit code 2, not with a traceback; what does
+    not fit into a memory budget with exit code 3."""
     try:
         command_line()()
     except LeantuneError as error:
         print(f"leantune: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(3 if isinstance(error, MemoryBudgetError) else 2)

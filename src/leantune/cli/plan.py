@@ -41,6 +41,7 @@ def plan(
     world_size: int = typer.Option(1, "--world_size", "--world-size", help="Processes, one device each."),
     host_memory_budget: str = typer.Option(None, "--host_memory_budget", "--host-memory-budget", help='"64GiB"'),
     disk_budget: str = typer.Option(None, "--disk_budget", "--disk-budget", help='"200GiB"'),
+    calibration: Path = typer.Option(None, help="memory_calibration.json of a profile, or its folder."),
     sweep: Path = typer.Option(None, help="Folder for pictures of the peak against length and batch."),
 ) -> None:  # fmt: skip
     """Plan a run's memory: by part and stage, against budgets, with what would help and the largest run that fits."""
@@ -59,6 +60,7 @@ def plan(
         world_size=world_size,
         host_memory_budget=host_memory_budget,
         disk_budget=disk_budget,
+        calibration=calibration,
     )
     sys.stdout.write(found.to_json() if as_json else found.table() + "\n")
     if compare or sweep is not None:

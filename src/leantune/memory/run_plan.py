@@ -9,7 +9,7 @@ from typing import Any
 from leantune.memory.advice import Advice
 from leantune.memory.closed_form.settings import RunSettings
 from leantune.memory.largest import Largest
-from leantune.memory.run_stages import STAGE_LABELS, STAGE_PARTS, Stage, StagedBytes
+from leantune.memory.run_stages import PART_LABELS, STAGE_PARTS, Stage, StagedBytes
 from leantune.memory.sharding import Parallel
 from leantune.memory.sizes import format_bytes
 
@@ -84,7 +84,7 @@ class RunPlan:
 
     def _largest_part(self) -> str:
         part = max(self.peak.parts, key=lambda name: self.peak.parts[name])
-        return f"{STAGE_LABELS[part]} ({format_bytes(self.peak.parts[part])})"
+        return f"{PART_LABELS[part]} ({format_bytes(self.peak.parts[part])})"
 
     # -- views --------------------------------------------------------------------------------------------------------
 
@@ -94,7 +94,7 @@ class RunPlan:
         for part in STAGE_PARTS:
             here, most = self.peak.parts.get(part, 0), self.staged.part_peaks.get(part, 0)
             if here or most:
-                rows.append((STAGE_LABELS[part], format_bytes(here), format_bytes(max(here, most))))
+                rows.append((PART_LABELS[part], format_bytes(here), format_bytes(max(here, most))))
         return [*rows, ("total", format_bytes(self.total), "")]
 
     def stage_rows(self) -> list[tuple[str, str, str]]:

@@ -14,26 +14,44 @@ from leantune.memory.gpus import CONTEXT_BYTES
 from leantune.memory.parts import LABELS, OPTIMIZER_STATES, PARTS, WEIGHTS
 from leantune.memory.sharding import ALONE, Parallel, RankShare, rank_share
 from leantune.memory.sizes import GIB
+from leantune.memory.stages import (
+    BACKWARD_STAGE,
+    EVALUATION,
+    FIRST_STEP,
+    FORWARD_STAGE,
+    LOAD,
+    RESUME,
+    SAVE,
+    STEP,
+)
 from leantune.memory.timeline import BACKWARD, FORWARD, PHASES, MemoryTimeline
 
 ADAPTERS = "adapters"
 COMMUNICATION = "communication"
 CONTEXT = "context"
 FRAGMENTATION = "fragmentation"
-STAGE_PARTS = (WEIGHTS, ADAPTERS, *(part for part in PARTS if part != WEIGHTS), COMMUNICATION, CONTEXT, FRAGMENTATION)
+CALIBRATION = "calibration"
+STAGE_PARTS = (
+    WEIGHTS,
+    ADAPTERS,
+    *(part for part in PARTS if part != WEIGHTS),
+    COMMUNICATION,
+    CONTEXT,
+    FRAGMENTATION,
+    CALIBRATION,
+)
 """Parts of a staged plan, in the order of tables."""
-STAGE_LABELS = LABELS | {
+PART_LABELS = LABELS | {
     ADAPTERS: "adapters",
     COMMUNICATION: "communication",
     CONTEXT: "device context",
     FRAGMENTATION: "fragmentation",
+    CALIBRATION: "calibration by a profile",
 }
 FRAGMENTED = 0.05
 """Share of what comes and goes that the allocator's gaps take: an assumption, replaced by a profile's calibration."""
 LIBRARIES_BYTES = 3 * GIB // 2
 """Resident in a training process beside tensors: interpreter, torch, CUDA's libraries. An assumption."""
-LOAD, FORWARD_STAGE, BACKWARD_STAGE = "load", "forward", "backward"
-FIRST, STEADY, EVALUATION, SAVE, RESUME = "first step", "steady step", "evaluation", "save", "resume"
 
 
 @dataclass(frozen=True)
@@ -104,7 +122,7 @@ class _Stages:
         states = self.share.states
         total = self.step.total
         forward, backward = (self._within(phase, total) for phase in (FORWARD, BACKWARD))
-        steady = self._stage(STEADY, self.step, self.step.peak_event, states)
+        steady = self._stage(STEP, self.step, self.step.peak_event, states)
         still = {WEIGHTS: self.share.weights, ADAPTERS: self.share.adapters, OPTIMIZER_STATES: states}
         # Its states appear at each parameter's first update: after backward without a fused one.
         first_states = states if self.settings.fused else 0
@@ -146,7 +164,7 @@ class _Stages:
                 "update": self.table.whole_update_bytes,
             }
             while_running = max(while_running, after, key=lambda parts: sum(parts.values()))
-        return Stage(FIRST, self._overhead(while_running), self._running())
+        return Stage(FIRST_STEP, self._overhead(while_running), self._running())
 
     def _shared(self, parts: Mapping[str, int], states: int) -> dict[str, int]:
         """A step's parts with this process's share of weights, states and what is communicated."""

@@ -93,6 +93,10 @@ class MemoryTimeline:
             tuple(min(end, len(keep) - 1) for end in ends),
         )
 
+    def final(self) -> dict[str, int]:
+        """Bytes of each part after the last event."""
+        return self.at(len(self.times) - 1)
+
     def to_json(self, points: int = 500) -> dict[str, Any]:
         """A JSON-ready summary: exact peaks, and the curve reduced to ``points`` events."""
         curve = self.reduced(points)

@@ -3,19 +3,16 @@
 from leantune.memory.closed_form.settings import RunSettings
 from leantune.memory.parts import OPTIMIZER_STATES, WEIGHTS
 from leantune.memory.plan import Plan
-from leantune.memory.run_stages import (
+from leantune.memory.run_stages import LIBRARIES_BYTES, Stage, StagedBytes, with_overhead
+from leantune.memory.stages import (
     BACKWARD_STAGE,
     EVALUATION,
-    FIRST,
+    FIRST_STEP,
     FORWARD_STAGE,
-    LIBRARIES_BYTES,
     LOAD,
     RESUME,
     SAVE,
-    STEADY,
-    Stage,
-    StagedBytes,
-    with_overhead,
+    STEP,
 )
 
 
@@ -30,8 +27,8 @@ def traced_stages(plan: Plan, settings: RunSettings, trained_bytes: int) -> Stag
         LOAD: {WEIGHTS: weights},
         FORWARD_STAGE: plan.saved,
         BACKWARD_STAGE: plan.at_peak,
-        FIRST: plan.at_peak,
-        STEADY: plan.at_peak,
+        FIRST_STEP: plan.at_peak,
+        STEP: plan.at_peak,
         EVALUATION: plan.saved,
         SAVE: still,
         RESUME: still,

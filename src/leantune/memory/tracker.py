@@ -17,6 +17,7 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from leantune.memory.parts import (
     UPDATE,
     WEIGHTS,
 )
+from leantune.memory.process import is_out_of_memory
 from leantune.memory.sizes import format_bytes
 from leantune.memory.storages import flat_tensors, plain_tensors, tensors_in
 from leantune.memory.timeline import BACKWARD, FORWARD, OTHER, PHASES, UPDATE_PHASE, MemoryTimeline, resolve
@@ -51,6 +53,17 @@ _CUDA_ROUND = 512
 _ADDITION = torch.ops.aten.add.Tensor
 _COPIES = (torch.ops.aten.clone.default, torch.ops.aten.new_empty_strided.default)
 _LOSS_NODES = ("CrossEntropy", "NllLoss", "LogSoftmax")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Where memory ran out: the budget's, or the device's."""
+
+    operator: str
+    phase: str
+    module: str
+    event: int
+    """Of the timeline: what was in use."""
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -116,6 +129,7 @@ class MemoryTracker(TorchDispatchMode):
         self._nodes = array("q")  # sequence number of the autograd node that was being evaluated; -1: none
         self._live = 0
         self._absorbed: dict[int, int] = {}  # see `_absorb`
+        self.failure: Failure | None = None
         self._living: dict[int, int] = {}  # storage address -> allocation
         self._references: dict[int, weakref.ref[Any]] = {}
         self._forward_ends: list[int] = []
@@ -134,7 +148,8 @@ class MemoryTracker(TorchDispatchMode):
         return self.__enter__()
 
     def stop(self) -> None:
-        """End tracking; the same as leaving the ``with`` block. Modes entered since `start` must have been left."""
+        """End tracking; the same as leaving the ``with`` block. Done again, it does nothing. Modes entered since
+        `start` must have been left."""
         self.__exit__(None, None, None)
 
     def __enter__(self) -> "MemoryTracker":
@@ -158,13 +173,11 @@ class MemoryTracker(TorchDispatchMode):
         return self
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
-        super().__exit__(exc_type, exc_value, traceback)
         if not self._running:
             return
+        super().__exit__(exc_type, exc_value, traceback)
         self._running = False
         self._calls.stop()
-        if exc_type is not None:
-            self._keep_activations()
         self._event()
         self._mark_states()
         for handle in self._handles:
@@ -206,7 +219,12 @@ class MemoryTracker(TorchDispatchMode):
         if kwargs:
             for tensor in flat_tensors(kwargs.values()):
                 self._see(tensor)
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except (MemoryError, RuntimeError) as error:
+            if is_out_of_memory(error):
+                self._fail(str(func))
+            raise
         if isinstance(result, Tensor):
             self._see(result, func)
             if func is _ADDITION and self._graph_task >= 0:
@@ -312,7 +330,8 @@ class MemoryTracker(TorchDispatchMode):
         if self._budget is None or self._live <= self._budget:
             return
         budget, self._budget = self._budget, None  # said once: what unwinds now may still allocate
-        phase, module = PHASES[self._phase], self._calls.names[self._modules[-1]] or "the model itself, or its loss"
+        self._fail(str(made_by), self._modules[-1])
+        phase, module = PHASES[self._phase], self.failure.module if self.failure else ""
         raise MemoryBudgetError(
             f"out of memory: {made_by} in {phase} asked for {format_bytes(size)} ({LABELS[part]}, in {module}), which "
             f"makes {format_bytes(self._live)} of live tensors where the budget is {format_bytes(budget)}",
@@ -324,6 +343,14 @@ class MemoryTracker(TorchDispatchMode):
             module=module,
             operator=str(made_by),
         )
+
+    def _fail(self, operator: str, module: int | None = None) -> None:
+        """Note where memory ran out, while everything that was in use still is."""
+        node = torch._C._current_autograd_node() if self._graph_task >= 0 else None
+        name = self._calls.names[self._calls.current(node) if module is None else module]
+        self._keep_activations()
+        name = name or "the model itself, or its loss"
+        self.failure = Failure(operator, PHASES[self._phase], name, len(self._times) - 1)
 
     def _add(self, storage: Any, size: int, guess: str, part: int, *, birth: int, outside: bool) -> int:
         allocation = len(self._sizes)

@@ -6,6 +6,8 @@ from typing import Any
 
 from leantune.errors import ConfigError, InvalidArgumentError
 from leantune.memory.advice import advise
+from leantune.memory.calibrated import calibrated, calibration_note
+from leantune.memory.calibration import read_calibration
 from leantune.memory.closed_form.model_shape import ModelShape
 from leantune.memory.closed_form.settings import RunSettings
 from leantune.memory.closed_form.step import walk_step
@@ -34,6 +36,7 @@ def plan(
     world_size: int = 1,
     tier: str = "closed",
     advice: bool = True,
+    calibration: str | Path | None = None,
 ) -> RunPlan:
     """What a run will need, by part and stage, before anything is loaded.
 
@@ -46,6 +49,8 @@ def plan(
         parallel, world_size: "ddp" or "fsdp", and how many processes.
         tier: "closed" (arithmetic), "traced" (also one step on fake tensors), "measured" (also two real steps of a
             model with random weights, on this machine): the later ones are compared with the first.
+        calibration: memory_calibration.json of a profile on the same machine, or its folder: stages are corrected by it,
+            advice and maxima are not, and a note states the error it found.
         advice: also work out what would help and how large the run could be; False takes a tenth of the time.
 
     A model or a setting that is not in closed form is planned from a step on fake tensors, without advice.
@@ -66,8 +71,13 @@ def plan(
         if config.bf16:
             raise InvalidArgumentError("autocast (bf16: true) casts weights as it goes: not in closed form")
     except InvalidArgumentError as error:
-        return _from_trace(asked, described, spread, str(error))
-    return _in_closed_form(asked, described, spread, shape, settings, table)
+        found = _from_trace(asked, described, spread, str(error))
+    else:
+        found = _in_closed_form(asked, described, spread, shape, settings, table)
+    if calibration is None:
+        return found
+    measured = read_calibration(calibration)
+    return replace(found, staged=calibrated(found.staged, measured), notes=(*found.notes, calibration_note(measured)))
 
 
 @dataclass(frozen=True)
