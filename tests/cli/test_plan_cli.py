@@ -112,3 +112,13 @@ def test_a_profiles_calibration_corrects_stages_and_states_its_error(model, tmp_
     assert "off by 4.5 % (median of the stages), 9.1 % at worst" in corrected.table()
     with pytest.raises(LeantuneError, match="cannot be read as a memory calibration"):
         lt.plan(config, calibration=tmp_path / "none.json")
+
+
+def test_method_auto_is_decided_against_the_budget(model):
+    config = load_config(None, ["--model_name_or_path", model, "--max_length", "64", "--method", "auto"], planning=True)
+    rich = lt.plan(config, gpu="RTX 4090", advice=False)
+    assert rich.settings.dtype == "float32" and rich.fits
+    assert any(note.startswith("method: auto takes full AdamW in fp32: it takes") for note in rich.notes)
+    poor = lt.plan(config, memory_budget="1MiB", advice=False)
+    assert poor.settings.method == "qlora" and not poor.fits
+    assert any("nothing fits 1.0 MiB" in note for note in poor.notes)

@@ -28,6 +28,6 @@ def calibration_note(calibration: Calibration) -> str:
     if calibration.median_error is None or calibration.worst_error is None:
         return f"calibrated by a profile of {where}, which had no plan to compare with"
     return (
-        f"calibrated by a profile of {where}: its plan was off by {100 * calibration.median_error:.1f} % (median of the "
-        f"stages), {100 * calibration.worst_error:.1f} % at worst"
+        f"calibrated by a profile of {where}: its plan was off by {100 * calibration.median_error:.1f} % (median of "
+        f"the stages), {100 * calibration.worst_error:.1f} % at worst"
     )

@@ -21,6 +21,7 @@ from leantune.memory.sharding import Parallel
 from leantune.memory.sizes import parse_size
 from leantune.memory.traced_stages import traced_stages
 from leantune.training.config import TrainConfig, load_config
+from leantune.training.recipe import choose_recipe, ladder
 
 TIERS = ("closed", "traced", "measured")
 
@@ -49,8 +50,8 @@ def plan(
         parallel, world_size: "ddp" or "fsdp", and how many processes.
         tier: "closed" (arithmetic), "traced" (also one step on fake tensors), "measured" (also two real steps of a
             model with random weights, on this machine): the later ones are compared with the first.
-        calibration: memory_calibration.json of a profile on the same machine, or its folder: stages are corrected by it,
-            advice and maxima are not, and a note states the error it found.
+        calibration: memory_calibration.json of a profile on the same machine, or its folder: stages are corrected by
+            it, advice and maxima are not, and a note states the error it found.
         advice: also work out what would help and how large the run could be; False takes a tenth of the time.
 
     A model or a setting that is not in closed form is planned from a step on fake tensors, without advice.
@@ -67,6 +68,9 @@ def plan(
     described, spread = read_config(config.model_name_or_path), Parallel(parallel, world_size)
     try:
         shape, settings = ModelShape.of_config(described), settings_of(config, described)
+        chosen = ""
+        if config.method == "auto" and asked.budgets.memory is not None:
+            settings, chosen = _chosen(shape, settings, asked.budgets.memory, spread)
         table = WeightTable(shape, settings)
         if config.bf16:
             raise InvalidArgumentError("autocast (bf16: true) casts weights as it goes: not in closed form")
@@ -74,6 +78,7 @@ def plan(
         found = _from_trace(asked, described, spread, str(error))
     else:
         found = _in_closed_form(asked, described, spread, shape, settings, table)
+        found = replace(found, notes=(chosen, *found.notes)) if chosen else found
     if calibration is None:
         return found
     measured = read_calibration(calibration)
@@ -107,7 +112,7 @@ def _in_closed_form(
         advice=advise(shape, settings, spread, staged.peak.total, memory) if asked.advice else (),
         largest=largest(shape, settings, spread, memory) if solved and memory is not None else None,
         tiers=_tiers(config, described, shape, settings, asked.tier),
-        notes=(*config.notes, *_notes(config, shape, table)),
+        notes=(*config.notes, *_notes(config, shape, table, memory is not None)),
     )
 
 
@@ -135,6 +140,15 @@ def _from_trace(asked: _Asked, described: Any, spread: Parallel, why: str) -> Ru
         tiers={"traced": found.total},
         notes=(*config.notes, f"from a step on fake tensors, without advice: {why}", *_assumptions(), *found.notes),
     )
+
+
+def _chosen(shape: ModelShape, settings: RunSettings, budget: int, spread: Parallel) -> tuple[RunSettings, str]:
+    """What ``method: auto`` takes, and why; the last rung where nothing leaves room."""
+    try:
+        recipe = choose_recipe(shape, settings, budget, spread)
+    except InvalidArgumentError as error:
+        return list(ladder(shape, settings))[-1].settings, str(error)
+    return recipe.rung.settings, f"method: auto takes {recipe}"
 
 
 def settings_of(config: TrainConfig, described: Any, *, cuda: bool = True) -> RunSettings:
@@ -209,10 +223,10 @@ def _assumptions() -> tuple[str, ...]:
     )
 
 
-def _notes(config: TrainConfig, shape: ModelShape, table: WeightTable) -> list[str]:
+def _notes(config: TrainConfig, shape: ModelShape, table: WeightTable, budgeted: bool) -> list[str]:
     notes = [*_assumptions()]
-    if config.method == "auto":
-        notes.append("method: auto is planned as method: full; leantune.training.recipe.choose_recipe decides it")
+    if config.method == "auto" and not budgeted:
+        notes.append("method: auto is decided against a budget; without one this is method: full")
     if shape.positions and config.max_length > shape.positions:
         notes.append(f"max_length is {config.max_length:,}, the model was made for {shape.positions:,} positions")
     files = read_weight_files(config.model_name_or_path)
