@@ -21,6 +21,8 @@ _HOMES = {
     "apply_exact_savings": "leantune.activations.exact.apply",
     "linear_cross_entropy": "leantune.activations.loss",
     "attach": "leantune.training.attach",
+    "plan": "leantune.training.planning",
+    "profile": "leantune.training.profile",
 }
 
 __all__ = ["__version__", *_HOMES]

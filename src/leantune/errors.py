@@ -27,3 +27,18 @@ class BackwardError(LeantuneError, RuntimeError):
 
 class ConfigError(LeantuneError, ValueError):
     """A training configuration or data file is wrong; the message lists every problem found."""
+
+
+class MemoryBudgetError(LeantuneError, RuntimeError):
+    """Live tensors would exceed the memory budget. Raised where it happens; the command ends with exit code 3.
+
+    Args: ``live``, ``budget`` and ``size`` (of the allocation that went over) in bytes; ``part`` is one of
+    `leantune.memory.PARTS`, ``phase`` a stage of the step, ``module`` and ``operator`` what asked for the memory.
+    """
+
+    def __init__(
+        self, message: str, *, live: int, budget: int, size: int, part: str, phase: str, module: str, operator: str
+    ) -> None:
+        super().__init__(message)
+        self.live, self.budget, self.size = live, budget, size
+        self.part, self.phase, self.module, self.operator = part, phase, module, operator

@@ -4,12 +4,15 @@ import sys
 
 import typer
 
-from leantune.errors import LeantuneError
+from leantune.errors import LeantuneError, MemoryBudgetError
 
 
 def command_line() -> typer.Typer:
     """The ``leantune`` command with its sub-commands."""
+    from leantune.cli import profile as profile_command
     from leantune.cli.demo import demo
+    from leantune.cli.plan import EXAMPLES as PLAN_EXAMPLES
+    from leantune.cli.plan import plan
     from leantune.cli.train import EXAMPLES, train
     from leantune.cli.validate import EXAMPLES as VALIDATE_EXAMPLES
     from leantune.cli.validate import validate
@@ -25,14 +28,17 @@ def command_line() -> typer.Typer:
     any_flag = {"ignore_unknown_options": True}
     app.command("train", epilog=EXAMPLES, context_settings=any_flag)(train)
     app.command("validate", epilog=VALIDATE_EXAMPLES, context_settings=any_flag)(validate)
+    app.command("plan", epilog=PLAN_EXAMPLES, context_settings=any_flag)(plan)
+    app.command("profile", epilog=profile_command.EXAMPLES, context_settings=any_flag)(profile_command.profile)
     app.command("demo")(demo)
     return app
 
 
 def main() -> None:
-    """Entry point: a user's mistake ends with its message on stderr and exit code 2, not with a traceback."""
+    """Entry point: a user's mistake ends with its message on stderr and exit code 2, not with a traceback; what does
+    not fit into a memory budget with exit code 3."""
     try:
         command_line()()
     except LeantuneError as error:
         print(f"leantune: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(3 if isinstance(error, MemoryBudgetError) else 2)

@@ -12,6 +12,7 @@ In a training run::
     reset_process_peak(); ...; process_peak().peak    # the operating system's view
 """
 
+from leantune.memory.calibration import Calibration, read_calibration
 from leantune.memory.parts import LABELS, PARTS
 from leantune.memory.plan import Plan, plan_run
 from leantune.memory.process import ProcessMemory, process_peak, reset_process_peak
@@ -22,6 +23,7 @@ from leantune.memory.tracker import MemoryTracker, track
 __all__ = [
     "LABELS",
     "PARTS",
+    "Calibration",
     "MemoryTimeline",
     "MemoryTracker",
     "Plan",
@@ -30,6 +32,7 @@ __all__ = [
     "parse_size",
     "plan_run",
     "process_peak",
+    "read_calibration",
     "reset_process_peak",
     "track",
 ]

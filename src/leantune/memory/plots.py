@@ -1,6 +1,9 @@
-"""Pictures of a run: memory by part over a step, and loss over steps. PNG files, drawn without a display."""
+"""Pictures of a run: memory by part over a step, and loss over steps. Drawn without a display, as PNG files or as SVG
+text to put into a page."""
 
+import io
 import itertools
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,19 +62,11 @@ def plot_memory(
         title: say what was run, with its batch and length.
     Returns: the path.
     """
-    peaks = timeline.part_peaks()
-    drawn = sorted((part for part in PARTS if peaks[part] > 0), key=_STACK.index)
     scale, unit = plot_unit(max(timeline.peak_bytes, plan_total or 0))
-    milliseconds, events = _columns(timeline, 1000)
-    figure, axes = _figure(9.5, 4.8)
-    levels = np.array([timeline.bytes_by_part[part][events] for part in drawn], dtype=np.float64) / scale
-    labels = [f"{LABELS[part]}  {format_bytes(peaks[part])}" for part in drawn]
-    axes.stackplot(
-        milliseconds, levels, labels=labels, colors=[COLOURS[part] for part in drawn], step="post", linewidth=0
-    )
+    figure, axes = new_figure(9.5, 4.8)
+    _draw_stack(axes, timeline, 1000, scale)
     top = max(timeline.peak_bytes, plan_total or 0) / scale * 1.16
     axes.set_ylim(0, top)
-    axes.set_xlim(0, float(milliseconds[-1]))
     _draw_phases(axes, timeline, top)
     _draw_peak(axes, timeline, scale, unit)
     if plan_total is not None:
@@ -98,7 +93,63 @@ def plot_memory(
         title_fontsize=8.5,
         alignment="left",
     )
-    return _write(figure, path)
+    return write_figure(figure, path)
+
+
+def memory_svg(
+    timeline: MemoryTimeline,
+    *,
+    plan_total: int | None = None,
+    budget: int | None = None,
+    size: tuple[float, float] = (9.5, 3.6),
+    columns: int = 300,
+) -> str:
+    """The same stacked area as an SVG element for a page, without title and legend.
+
+    Args:
+        timeline: from `MemoryTracker.timeline`.
+        plan_total, budget: bytes, each drawn as a line where given.
+        size: width and height in inches; text keeps its size, so a narrow picture is for a narrow screen.
+        columns: stretches of time that are told apart.
+    """
+    highest = max(timeline.peak_bytes, plan_total or 0, budget or 0)
+    scale, unit = plot_unit(highest)
+    figure, axes = new_figure(*size)
+    _draw_stack(axes, timeline, columns, scale)
+    axes.set_ylim(0, highest / scale * 1.16)
+    _draw_phases(axes, timeline, highest / scale * 1.16)
+    _draw_peak(axes, timeline, scale, unit)
+    early = float(timeline.times[timeline.peak_event]) < 0.5 * float(timeline.times[-1])  # away from the peak's own
+    for level, name, dashes in ((plan_total, "planned peak", (5, 3)), (budget, "budget", (1, 2))):
+        if level is not None:
+            axes.axhline(level / scale, color=_INK, linestyle=(0, dashes), linewidth=1.2)
+            axes.annotate(
+                f"{name} {format_bytes(level)}",
+                (0.995 if early else 0.005, level / scale),
+                xycoords=("axes fraction", "data"),
+                textcoords="offset points",
+                xytext=(0, 3),
+                ha="right" if early else "left",
+                fontsize=8,
+                color=_INK,
+            )
+    axes.set_xlabel("time in the step (ms, while being tracked)", fontsize=9, color=_INK)
+    axes.set_ylabel(unit, fontsize=9, color=_INK)
+    return _svg(figure)
+
+
+def _draw_stack(axes: "Axes", timeline: MemoryTimeline, columns: int, scale: float) -> list[str]:
+    """The areas, bottom to top; returns the parts drawn."""
+    peaks = timeline.part_peaks()
+    drawn = sorted((part for part in PARTS if peaks[part] > 0), key=_STACK.index)
+    milliseconds, events = _columns(timeline, columns)
+    levels = np.array([timeline.bytes_by_part[part][events] for part in drawn], dtype=np.float64) / scale
+    labels = [f"{LABELS[part]}  {format_bytes(peaks[part])}" for part in drawn]
+    axes.stackplot(
+        milliseconds, levels, labels=labels, colors=[COLOURS[part] for part in drawn], step="post", linewidth=0
+    )
+    axes.set_xlim(0, float(milliseconds[-1]))
+    return drawn
 
 
 def plot_loss(
@@ -127,7 +178,7 @@ def plot_loss(
     if smooth is not None and not 0 <= smooth < 1:
         raise InvalidArgumentError(f"smooth is {smooth}; it is the weight of the past, at least 0 and below 1")
     weight = (0.9 if len(losses) >= 40 else 0.0) if smooth is None else smooth
-    figure, axes = _figure(8, 4.5)
+    figure, axes = new_figure(8, 4.5)
     x, y = np.asarray(steps, dtype=np.float64), np.asarray(losses, dtype=np.float64)
     finite = np.isfinite(y)
     x, y = x[finite], y[finite]
@@ -149,10 +200,10 @@ def plot_loss(
     axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize=9)
-    return _write(figure, path)
+    return write_figure(figure, path)
 
 
-def _figure(width: float, height: float) -> "tuple[Figure, Axes]":
+def new_figure(width: float, height: float) -> "tuple[Figure, Axes]":
     """A figure of its own on the Agg canvas: pyplot, and with it the user's backend, stays untouched."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -228,7 +279,27 @@ def _smoothed(values: Any, weight: float) -> Any:
     return out
 
 
-def _write(figure: "Figure", path: str | Path) -> Path:
+def _svg(figure: "Figure") -> str:
+    """The figure as an <svg> element that scales with its page and takes the page's ink (CSS ``color``) for its own."""
+    import matplotlib
+
+    text = io.StringIO()
+    # Text stays text, and one figure's names do not meet another's in the same page.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": str(figure.get_size_inches())}):
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    svg = text.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', r'<svg \1 role="img">', svg, count=1)
+    for ink in (_INK, "#000000"):
+        svg = svg.replace(ink, "currentColor")
+    svg = svg.replace("#ffffff", "var(--paper, #ffffff)")
+    # The size alone, so that the page's own font is used.
+    return re.sub(r"font: ?([\d.]+px) [^;\"]*", r"font-size: \1", svg)
+
+
+def write_figure(figure: "Figure", path: str | Path) -> Path:
+    """Write a figure as a PNG file, its folder made where it is missing; returns the path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png")

@@ -14,6 +14,8 @@ import torch
 
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
+_FULL = ("can't allocate memory", "not enough memory", "out of memory")
+"""In the messages of torch's allocator for the CPU (Linux, Windows) and of CUDA's libraries."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,17 @@ def machine_memory() -> int:
         if text.isdigit():
             total = min(total, int(text))
     return total
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that the device or the machine had no memory left; torch raises three kinds.
+
+    >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("shapes do not fit"))
+    (True, False)
+    """
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _FULL)
 
 
 def _proc_status() -> dict[str, int] | None:

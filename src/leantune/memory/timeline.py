@@ -57,10 +57,18 @@ class MemoryTimeline:
 
     def saved_at_forward_end(self) -> dict[str, int]:
         """Bytes of each part when the backward with the largest total begins; all 0 where no backward was seen."""
-        if not self.forward_ends:
-            return dict.fromkeys(PARTS, 0)
+        return self.at(self.forward_end) if self.forward_ends else dict.fromkeys(PARTS, 0)
+
+    @property
+    def forward_end(self) -> int:
+        """The event at which the backward with the largest total begins; there must be one."""
         total = self.total
-        return self.at(max(self.forward_ends, key=lambda event: int(total[event])))
+        return max(self.forward_ends, key=lambda event: int(total[event]))
+
+    def peak_in(self, phase: str) -> dict[str, int]:
+        """Bytes of each part at the largest total within one of `PHASES`; all 0 where it was never entered."""
+        inside = np.flatnonzero(self.phases == PHASES.index(phase))
+        return self.at(int(inside[np.argmax(self.total[inside])])) if len(inside) else dict.fromkeys(PARTS, 0)
 
     def phase_spans(self) -> list[tuple[str, int, int]]:
         """(phase, first event, last event) of each unbroken stretch of one phase, in order."""
@@ -84,6 +92,10 @@ class MemoryTimeline:
             {part: series[keep] for part, series in self.bytes_by_part.items()},
             tuple(min(end, len(keep) - 1) for end in ends),
         )
+
+    def final(self) -> dict[str, int]:
+        """Bytes of each part after the last event."""
+        return self.at(len(self.times) - 1)
 
     def to_json(self, points: int = 500) -> dict[str, Any]:
         """A JSON-ready summary: exact peaks, and the curve reduced to ``points`` events."""

@@ -15,25 +15,24 @@ import functools
 import time
 import weakref
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode,
-    _pop_mode_temporarily,
-    is_traceable_wrapper_subclass,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 
-from leantune.errors import BackwardError
+from leantune.errors import BackwardError, MemoryBudgetError
+from leantune.memory.module_calls import ModuleCalls, sequence_number
+from leantune.memory.modules import ModuleRow, module_rows
 from leantune.memory.parts import (
     ACTIVATIONS,
     GRADIENTS,
     INPUTS,
+    LABELS,
     LOSS,
     OPTIMIZER_STATES,
     PARTS,
@@ -42,16 +41,30 @@ from leantune.memory.parts import (
     UPDATE,
     WEIGHTS,
 )
+from leantune.memory.process import is_out_of_memory
 from leantune.memory.quantised import hidden_bytes, scales
+from leantune.memory.sizes import format_bytes
+from leantune.memory.storages import flat_tensors, plain_tensors, tensors_in
 from leantune.memory.timeline import BACKWARD, FORWARD, OTHER, PHASES, UPDATE_PHASE, MemoryTimeline, resolve
 
 _CODE = {part: code for code, part in enumerate(PARTS)}
 _UNKNOWN = -1
 _PHASE = {phase: code for code, phase in enumerate(PHASES)}
 _CUDA_ROUND = 512
-_PLAIN = (Tensor, nn.Parameter)
+_ADDITION = torch.ops.aten.add.Tensor
 _COPIES = (torch.ops.aten.clone.default, torch.ops.aten.new_empty_strided.default)
 _LOSS_NODES = ("CrossEntropy", "NllLoss", "LogSoftmax")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Where memory ran out: the budget's, or the device's."""
+
+    operator: str
+    phase: str
+    module: str
+    event: int
+    """Of the timeline: what was in use."""
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -63,6 +76,9 @@ class MemoryTracker(TorchDispatchMode):
         optimizers: their state is "optimizer_states"; what their updates allocate for a moment is "update".
         vocabulary: width of the logits, where the model cannot be asked.
         every_update: follow every parameter's update operator by operator, however long that takes.
+        budget: bytes; tracked code that would hold more is stopped by a MemoryBudgetError, as if the device were full.
+        unseen_are_new: storages that no operator made count from the moment they are met, not from the beginning: for
+            code that reads tensors from files.
 
     Use it once. Nothing about the model or the optimizers is left changed after `stop`. Do not use it around
     ``torch.compile``d code: compiled graphs hide their operators.
@@ -81,6 +97,8 @@ class MemoryTracker(TorchDispatchMode):
         *,
         vocabulary: int | None = None,
         every_update: bool = False,
+        budget: int | None = None,
+        unseen_are_new: bool = False,
     ) -> None:
         super().__init__()
         self._model = model
@@ -91,6 +109,9 @@ class MemoryTracker(TorchDispatchMode):
         grouped = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
         self._parameters: list[Tensor] = list({id(p): p for p in [*parameters, *grouped]}.values())
         self._every_update = every_update
+        self._budget = budget
+        self._unseen_are_new = unseen_are_new
+        self._calls = ModuleCalls(model)
         self._update_peaks: dict[Any, int] = {}  # (optimizer, shape, dtype) -> temporaries of such an update
         self._wrapped: list[Any] = []
         self._device_type = self._parameters[0].device.type if self._parameters else None
@@ -105,6 +126,11 @@ class MemoryTracker(TorchDispatchMode):
         self._parts = array("b")
         self._guesses = array("b")
         self._outside = array("b")  # 1: made outside backward and update, so it can be an activation
+        self._modules = array("l")
+        self._nodes = array("q")  # sequence number of the autograd node that was being evaluated; -1: none
+        self._live = 0
+        self._absorbed: dict[int, int] = {}  # see `_absorb`
+        self.failure: Failure | None = None
         self._living: dict[int, int] = {}  # storage address -> allocation
         self._references: dict[int, weakref.ref[Any]] = {}
         self._forward_ends: list[int] = []
@@ -123,7 +149,8 @@ class MemoryTracker(TorchDispatchMode):
         return self.__enter__()
 
     def stop(self) -> None:
-        """End tracking; the same as leaving the ``with`` block. Modes entered since `start` must have been left."""
+        """End tracking; the same as leaving the ``with`` block. Done again, it does nothing. Modes entered since
+        `start` must have been left."""
         self.__exit__(None, None, None)
 
     def __enter__(self) -> "MemoryTracker":
@@ -141,15 +168,17 @@ class MemoryTracker(TorchDispatchMode):
         self._mark_states(existed=True)
         self._inside = len(self._sizes)
         self._register_hooks()
+        self._calls.start()
         self._running = True
         super().__enter__()
         return self
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
-        super().__exit__(exc_type, exc_value, traceback)
         if not self._running:
             return
+        super().__exit__(exc_type, exc_value, traceback)
         self._running = False
+        self._calls.stop()
         self._event()
         self._mark_states()
         for handle in self._handles:
@@ -184,17 +213,25 @@ class MemoryTracker(TorchDispatchMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        self._absorbed.clear()
         self._follow_phase()
-        for tensor in _flat_tensors(args):
+        for tensor in flat_tensors(args):
             self._see(tensor)
         if kwargs:
-            for tensor in _flat_tensors(kwargs.values()):
+            for tensor in flat_tensors(kwargs.values()):
                 self._see(tensor)
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except (MemoryError, RuntimeError) as error:
+            if is_out_of_memory(error):
+                self._fail(str(func))
+            raise
         if isinstance(result, Tensor):
             self._see(result, func)
+            if func is _ADDITION and self._graph_task >= 0:
+                self._absorb(args, result)
         elif isinstance(result, list | tuple):
-            for tensor in _flat_tensors(result):
+            for tensor in flat_tensors(result):
                 self._see(tensor, func)
         if hidden := hidden_bytes(func, args):
             self.touch(TEMPORARIES, hidden)
@@ -218,11 +255,27 @@ class MemoryTracker(TorchDispatchMode):
 
     def _backward_begins(self) -> None:
         self._forward_ends.append(len(self._times) - 1)
+        self._keep_activations()
+
+    def _keep_activations(self) -> None:
+        """What forward made and has not freed is what it keeps for backward."""
         activation = _CODE[ACTIVATIONS]
         for allocation in self._living.values():
             if self._outside[allocation] and self._parts[allocation] == _UNKNOWN:
                 self._parts[allocation] = activation
                 self._outside[allocation] = 0
+
+    def _absorb(self, args: tuple[Any, ...], result: Tensor) -> None:
+        """A sum of two gradients by the autograd engine, which adds in place to the first where nobody else holds it,
+        but never under a dispatch mode. If the first is freed at once (`_freed`), it ends where the sum begins."""
+        first = args[0]
+        node = torch._C._current_autograd_node()
+        if node is None or not isinstance(first, Tensor) or first._is_view() or first.shape != result.shape:
+            return
+        old, new = (self._living.get(tensor.untyped_storage()._cdata) for tensor in (first, result))
+        # An operand that the node itself made is the node's own arithmetic.
+        if old is not None and new is not None and self._nodes[old] not in (-1, sequence_number(node)):
+            self._absorbed[old] = self._births[new]
 
     def _guess(self, tensor: Tensor, made_by: Any) -> str:
         """The part of a new storage if nothing more is learnt about it; ``tensor`` is the first one seen in it."""
@@ -249,7 +302,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def _see(self, tensor: Tensor, made_by: Any = None) -> None:
         """Take note of a tensor's storage: made by this operator, or, without one, met as an argument."""
-        for plain in _plain_tensors(tensor):
+        for plain in plain_tensors(tensor):
             if self._device_type is not None and plain.device.type not in (self._device_type, "meta"):
                 continue
             try:
@@ -267,12 +320,40 @@ class MemoryTracker(TorchDispatchMode):
                 continue
             if made_by is None:
                 # Made before tracking began, or where no operator shows it.
-                self._add(storage, size, INPUTS, _CODE[INPUTS], birth=0, outside=False)
+                birth = self._event() if self._unseen_are_new else 0
+                self._add(storage, size, INPUTS, _CODE[INPUTS], birth=birth, outside=False)
                 continue
             guess = self._guess(plain, made_by)
             outside = self._graph_task < 0 and not self._updating
             known_part = _CODE[LOSS] if guess == LOSS else _UNKNOWN
             self._add(storage, size, guess, known_part, birth=self._event(), outside=outside)
+            self._check_budget(size, guess, made_by)
+
+    def _check_budget(self, size: int, part: str, made_by: Any) -> None:
+        if self._budget is None or self._live <= self._budget:
+            return
+        budget, self._budget = self._budget, None  # said once: what unwinds now may still allocate
+        self._fail(str(made_by), self._modules[-1])
+        phase, module = PHASES[self._phase], self.failure.module if self.failure else ""
+        raise MemoryBudgetError(
+            f"out of memory: {made_by} in {phase} asked for {format_bytes(size)} ({LABELS[part]}, in {module}), which "
+            f"makes {format_bytes(self._live)} of live tensors where the budget is {format_bytes(budget)}",
+            live=self._live,
+            budget=budget,
+            size=size,
+            part=part,
+            phase=phase,
+            module=module,
+            operator=str(made_by),
+        )
+
+    def _fail(self, operator: str, module: int | None = None) -> None:
+        """Note where memory ran out, while everything that was in use still is."""
+        node = torch._C._current_autograd_node() if self._graph_task >= 0 else None
+        name = self._calls.names[self._calls.current(node) if module is None else module]
+        self._keep_activations()
+        name = name or "the model itself, or its loss"
+        self.failure = Failure(operator, PHASES[self._phase], name, len(self._times) - 1)
 
     def _add(self, storage: Any, size: int, guess: str, part: int, *, birth: int, outside: bool) -> int:
         allocation = len(self._sizes)
@@ -282,6 +363,10 @@ class MemoryTracker(TorchDispatchMode):
         self._parts.append(part)
         self._guesses.append(_CODE[guess])
         self._outside.append(1 if outside else 0)
+        node = torch._C._current_autograd_node() if self._graph_task >= 0 else None
+        self._modules.append(self._calls.current(node))
+        self._nodes.append(-1 if node is None else sequence_number(node))
+        self._live += size
         key = storage._cdata
         self._living[key] = allocation
         self._references[key] = weakref.ref(storage, functools.partial(self._freed, key, allocation))
@@ -289,7 +374,10 @@ class MemoryTracker(TorchDispatchMode):
 
     def _freed(self, key: int, allocation: int, _reference: Any) -> None:
         if self._living.get(key) == allocation:
-            self._deaths[allocation] = self._event()
+            self._deaths[allocation] = self._absorbed.pop(allocation, -1)
+            if self._deaths[allocation] < 0:
+                self._deaths[allocation] = self._event()
+            self._live -= self._sizes[allocation]
             del self._living[key]
             del self._references[key]
 
@@ -300,8 +388,9 @@ class MemoryTracker(TorchDispatchMode):
         grown = len(self._sizes)
         self._births.append(event)
         self._deaths.append(-1)
+        self._live += size - self._sizes[allocation]
         self._sizes.append(size)
-        for column in (self._parts, self._guesses, self._outside):
+        for column in (self._parts, self._guesses, self._outside, self._modules, self._nodes):
             column.append(column[allocation])
         self._living[key] = grown
         storage = self._references[key]()
@@ -320,14 +409,14 @@ class MemoryTracker(TorchDispatchMode):
 
     def _preexisting(self, tensor: Tensor, part: str, birth: int = 0) -> None:
         """Count a storage that no operator has shown, unless it is known: in use since ``birth``."""
-        for plain in _plain_tensors(tensor):
+        for plain in plain_tensors(tensor):
             storage = plain.untyped_storage()
             size = self._rounded(storage.nbytes(), plain.device.type)
             if size and storage._cdata not in self._living:
                 self._add(storage, size, part, _CODE[part], birth=birth, outside=False)
 
     def _mark(self, tensor: Tensor, part: str) -> None:
-        for plain in _plain_tensors(tensor):
+        for plain in plain_tensors(tensor):
             allocation = self._living.get(plain.untyped_storage()._cdata)
             if allocation is not None:
                 self._parts[allocation] = _CODE[part]
@@ -384,6 +473,12 @@ class MemoryTracker(TorchDispatchMode):
         finally:
             self._updating -= 1
 
+    def adopt(self, model: nn.Module) -> None:
+        """Count the tensors of a model that was made or read while tracking as weights."""
+        for tensor in [*model.parameters(), *model.buffers()]:
+            self._preexisting(tensor, WEIGHTS, birth=self._event())
+            self._mark(tensor, WEIGHTS)
+
     # -- by hand ------------------------------------------------------------------------------------------------------
 
     def hold(self, part: str, size: int) -> None:
@@ -402,6 +497,12 @@ class MemoryTracker(TorchDispatchMode):
         self._parts.append(_CODE[part])
         self._guesses.append(_CODE[part])
         self._outside.append(0)
+        self._modules.append(self._calls.current())
+        self._nodes.append(-1)
+        self._live += size
+        self._check_budget(size, part, "an update")
+        if death >= 0:
+            self._live -= size
 
     # -- results ------------------------------------------------------------------------------------------------------
 
@@ -409,6 +510,14 @@ class MemoryTracker(TorchDispatchMode):
         """What was seen so far, by part."""
         parts = [guess if part == _UNKNOWN else part for part, guess in zip(self._parts, self._guesses)]
         return resolve(self._times, self._phases, self._births, self._deaths, self._sizes, parts, self._forward_ends)
+
+    def modules(self, timeline: MemoryTimeline) -> list[ModuleRow]:
+        """What each module of the model holds, has saved when backward begins, and has in use at the peak."""
+        if self._model is None:
+            return []
+        parts = [guess if part == _UNKNOWN else part for part, guess in zip(self._parts, self._guesses)]
+        columns = (self._births, self._deaths, self._sizes, parts, self._modules)
+        return module_rows(self._model, self._optimizers, self._calls.names, timeline, columns)
 
     @property
     def peak_temporary_bytes(self) -> int:
@@ -472,37 +581,6 @@ class _Watching:
 
     def __call__(self, tensor: Tensor) -> None:
         self._look(tensor)
-
-
-def _flat_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among an operator's arguments or results, which nest in lists at most."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _flat_tensors(value)
-
-
-def _plain_tensors(tensor: Tensor) -> Iterable[Tensor]:
-    """The tensors that hold a tensor's bytes: itself, or the parts of a wrapper subclass (a DTensor)."""
-    if type(tensor) in _PLAIN or not is_traceable_wrapper_subclass(tensor):
-        return (tensor,)
-    names, _ = tensor.__tensor_flatten__()
-    return [plain for name in names for plain in _plain_tensors(getattr(tensor, name))]
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor inside nested dicts, lists, tuples and plain objects of an optimizer's state."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
-    elif hasattr(value, "__dict__"):
-        yield from tensors_in(vars(value))
 
 
 def _output_embedding_shape(model: nn.Module | None) -> tuple[int, ...] | None:

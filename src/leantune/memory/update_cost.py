@@ -108,7 +108,7 @@ class _Trial:
             return 0
         row = max(1, parameter.numel() // max(1, parameter.shape[0]))
         rows = min(parameter.shape[0], max(1, 4 * TRIAL_ELEMENTS // row))
-        gradient = torch.zeros((rows, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
+        gradient = torch.zeros((rows, *parameter.shape[1:]), dtype=parameter.dtype, device=_trial_device(parameter))
         with MemoryTracker() as tracker:
             check(parameter, gradient, 0, 0)
         return tracker.peak_temporary_bytes
@@ -153,8 +153,8 @@ class _Trial:
     def _step(self, shape: tuple[int, ...], like: Tensor, group: dict[str, Any]) -> tuple[int, int]:
         """(temporaries, bytes of state) of a stand-in's second step; (0, -1) where the optimizer cannot be tried."""
         options = {name: value for name, value in group.items() if name in self.accepted and name != "params"}
-        stand_in = nn.Parameter(torch.full(shape, 0.02, dtype=like.dtype, device=like.device))
-        gradient = torch.linspace(-1e-3, 1e-3, max(1, stand_in.numel()), dtype=torch.float32, device=like.device)
+        stand_in = nn.Parameter(torch.full(shape, 0.02, dtype=like.dtype, device=_trial_device(like)))
+        gradient = torch.linspace(-1e-3, 1e-3, max(1, stand_in.numel()), dtype=torch.float32, device=stand_in.device)
         try:
             optimizer = self.kind([stand_in], **options)
             tracker = MemoryTracker(None, [optimizer])
@@ -176,6 +176,11 @@ class _Trial:
             )
             return 0, -1
         return tracker.peak_temporary_bytes, _bytes_in(optimizer.state[stand_in])
+
+
+def _trial_device(parameter: Tensor) -> torch.device:
+    """Where stand-ins are stepped: on the parameter's device, on a CPU for one of a model that does not exist."""
+    return torch.device("cpu") if parameter.is_meta else parameter.device
 
 
 def _all_at_once(group: dict[str, Any]) -> bool:

@@ -153,8 +153,12 @@ class TrainConfig:
         return yaml.safe_dump({**values, **self.extra}, sort_keys=False)
 
 
-def load_config(path: str | Path | None = None, flags: typing.Sequence[str] = ()) -> TrainConfig:
+def load_config(
+    path: str | Path | None = None, flags: typing.Sequence[str] = (), *, planning: bool = False
+) -> TrainConfig:
     """Read a YAML file and flags (``--key value``, ``--key=value``, ``--key``); flags win.
+
+    ``planning``: the config is only planned: no dataset is needed, and method may be qlora or auto.
 
     Raises ConfigError listing every problem found: unknown keys with the nearest known one, wrong types, combinations
     that cannot work.
@@ -162,13 +166,18 @@ def load_config(path: str | Path | None = None, flags: typing.Sequence[str] = ()
     problems: list[str] = []
     notes: list[str] = []
     values = _canonical(_from_file(path), problems, notes) | _canonical(_from_flags(flags, problems), problems, notes)
-    return build_config(values, problems, notes)
+    return build_config(values, problems, notes, planning=planning)
 
 
 def build_config(
-    values: dict[str, Any], problems: list[str] | None = None, notes: list[str] | None = None
+    values: dict[str, Any],
+    problems: list[str] | None = None,
+    notes: list[str] | None = None,
+    *,
+    planning: bool = False,
 ) -> TrainConfig:
-    """A checked TrainConfig from plain keys and values; raises ConfigError with every problem."""
+    """A checked TrainConfig from plain keys and values; raises ConfigError with every problem. ``planning`` as in
+    `load_config`."""
     problems = [] if problems is None else problems
     notes = [] if notes is None else notes
     values = dict(values)
@@ -197,7 +206,7 @@ def build_config(
         )
     # A value that could not be read counts as not set here, so that the other problems are told too.
     config = TrainConfig(**kept, extra=extra, notes=tuple(notes))
-    problems += [problem for problem in _combinations(config) if not _told(problem, problems)]
+    problems += [problem for problem in _combinations(config, planning) if not _told(problem, problems)]
     if problems:
         raise ConfigError("\n".join(f"- {problem}" for problem in problems))
     return config
@@ -313,9 +322,9 @@ def _canonical(values: dict[str, Any], problems: list[str], notes: list[str]) ->
     return out
 
 
-def _combinations(c: TrainConfig) -> list[str]:
+def _combinations(c: TrainConfig, planning: bool) -> list[str]:
     """What is wrong with a config whose single values are of the right type."""
-    found = _wrong_values(c) + _ignored(c) + _wrong_extra(c) + _wrong_data(c)
+    found = _wrong_values(c, planning) + _ignored(c) + _wrong_extra(c) + _wrong_data(c)
     if c.fused and not c.ours:
         found.append(
             f"fused_backward is on, but transformers' {c.optim} needs all gradients at once; "
@@ -437,11 +446,12 @@ def _wrong_extra(c: TrainConfig) -> list[str]:
     return found
 
 
-def _wrong_values(c: TrainConfig) -> list[str]:
-    found = [f"{key} is missing" for key in ("model_name_or_path", "dataset") if not getattr(c, key)]
-    if c.method == "auto":
+def _wrong_values(c: TrainConfig, planning: bool) -> list[str]:
+    needed = ("model_name_or_path",) if planning else ("model_name_or_path", "dataset")
+    found = [f"{key} is missing" for key in needed if not getattr(c, key)]
+    if c.method == "auto" and not planning:
         found.append("method: auto is not in this release; write full, lora or qlora")
-    elif c.method not in ("full", *LORA_METHODS):
+    elif c.method not in ("full", "auto", *LORA_METHODS):
         found.append(f"method is {c.method!r}; write full, lora or qlora")
     if c.bnb_4bit_quant_type not in ("nf4", "fp4"):
         found.append(f"bnb_4bit_quant_type is {c.bnb_4bit_quant_type!r}; write nf4 or fp4")

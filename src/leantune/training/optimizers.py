@@ -1,12 +1,21 @@
 """The optimizer a config names, over the model's trainable parameters."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 import leantune as lt
 from leantune.optim.base import LeanOptimizer
 from leantune.training.config import TrainConfig
+
+if TYPE_CHECKING:
+    from leantune.training.trainer import LeanTrainer
+
+
+def plain_optimizer(trainer: "LeanTrainer") -> Any:
+    """A trainer's optimizer itself, without what accelerate wraps around it."""
+    optimizer: Any = trainer.optimizer
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module) -> LeanOptimizer:

@@ -66,26 +66,13 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     _refuse_missing_trackers(config)
     check_bitsandbytes(config)
     resume_from = _checkpoint_to_resume(config, output)
-    set_seed(config.seed)
-    tokenizer = load_tokenizer(config.model_name_or_path)
-    data = load_data(config, tokenizer, model_limits(config.model_name_or_path))
-    config = dataclasses.replace(config, max_length=data.max_length)
+    config, tokenizer, data = load_rows(config)
     if resume_from is not None:
         check_identity(config, data, output)
     finished = resume_from is not None and _only_the_model_is_missing(config, resume_from, output)
-    model = _model(config)
-    if config.exact_savings:
-        check_exact_loss(model)
-    if config.packing:
-        check_packed_rows_apart(base_model(model))
-    velora = _velora(config, model)
-    if not torch.cuda.is_available():
-        # Without AVX-512 a CPU multiplies bfloat16 in loops, a hundred times slower than in fp32.
-        use_fp32_products(model)
-        if velora is not None:
-            velora.use_fp32_products()
-    trainer = _trainer(config, model, tokenizer, data, velora)
-    plan = _plan(config, trainer, data)
+    model, velora = load_model(config)
+    trainer = build_trainer(config, model, tokenizer, data, velora)
+    plan = plan_of_run(config, trainer, data)
     header(console, config, trainer, data, plan)
     _hold_against_budget(config, plan)
     output.mkdir(parents=True, exist_ok=True)
@@ -139,6 +126,32 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     write_summary(config, result)
     summary(console, config, result)
     return result
+
+
+def load_rows(config: TrainConfig) -> tuple[TrainConfig, Any, PreparedData]:
+    """The config with its max_length in tokens, the tokenizer, and the rows of a run as its trainer takes them; sets
+    the run's seed first."""
+    check_bitsandbytes(config)
+    set_seed(config.seed)
+    tokenizer = load_tokenizer(config.model_name_or_path)
+    data = load_data(config, tokenizer, model_limits(config.model_name_or_path))
+    return dataclasses.replace(config, max_length=data.max_length), tokenizer, data
+
+
+def load_model(config: TrainConfig) -> tuple[Any, VeloraHandle | None]:
+    """The model as it will train: adapters, VeLoRA and products for this device in place, its loss checked."""
+    model = _model(config)
+    if config.exact_savings:
+        check_exact_loss(model)
+    if config.packing:
+        check_packed_rows_apart(base_model(model))
+    velora = _velora(config, model)
+    if not torch.cuda.is_available():
+        # Without AVX-512 a CPU multiplies bfloat16 in loops, a hundred times slower than in fp32.
+        use_fp32_products(model)
+        if velora is not None:
+            velora.use_fp32_products()
+    return model, velora
 
 
 def _refuse_more_than_one_process() -> None:
@@ -242,9 +255,10 @@ def _velora(config: TrainConfig, model: Any) -> VeloraHandle | None:
     return apply_velora(model, list(config.velora_target_modules), config.velora_num_groups)
 
 
-def _trainer(
+def build_trainer(
     config: TrainConfig, model: Any, tokenizer: Any, data: PreparedData, velora: VeloraHandle | None
 ) -> LeanTrainer:
+    """The trainer of a run, its optimizer and fused backward attached."""
     arguments = {
         "output_dir": config.output_dir,
         "learning_rate": config.rate,
@@ -312,7 +326,7 @@ def _transformers_bound(config: TrainConfig) -> float:
     return 1.0 if config.max_grad_norm is None else config.max_grad_norm
 
 
-def _plan(config: TrainConfig, trainer: LeanTrainer, data: PreparedData) -> Plan | None:
+def plan_of_run(config: TrainConfig, trainer: LeanTrainer, data: PreparedData) -> Plan | None:
     """The plan for the largest batch of the run. Transformers' own optimizers allocate where no plan can look: none
     then."""
     optimizer: Any = trainer.optimizer

@@ -185,6 +185,10 @@ class LeanTrainer(SFTTrainer):
         shutil.rmtree(aside, ignore_errors=True)
         self._drop_old_checkpoints()
 
+    def save_checkpoint(self) -> None:
+        """Write a checkpoint of where training stands now."""
+        self._save_checkpoint(self.model, None)  # type: ignore[arg-type]
+
     def save_whole(self, folder: Path) -> None:
         """Model, tokenizer and VeLoRA's directions into ``folder``, each file written aside and renamed into place."""
         aside = folder / ".saving"

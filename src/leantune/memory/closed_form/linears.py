@@ -1,0 +1,91 @@
+"""How the linear layers of a block run: plain, under VeLoRA, with an adapter, or with 4-bit weights."""
+
+from dataclasses import dataclass
+
+from leantune.memory.closed_form.model_shape import ModelShape
+from leantune.memory.closed_form.operators import Operators
+from leantune.memory.closed_form.settings import ITEM_BYTES, RunSettings
+from leantune.memory.closed_form.tape import FLOAT, Block, Results, Weight
+from leantune.memory.closed_form.weights import WeightTable
+
+_REORDERED = ("q_proj", "k_proj")
+"""Their gradients come back from the rotary positions with heads before tokens, and are copied."""
+
+
+@dataclass(frozen=True)
+class Linears:
+    """Calls the linear layer of a full name on an input."""
+
+    shape: ModelShape
+    settings: RunSettings
+    table: WeightTable
+
+    def __call__(self, ops: Operators, name: str, x: Block, *, remade: bool = False) -> Block:
+        """``remade``: the input is made again in backward and not kept."""
+        last = name.rpartition(".")[2]
+        inner, outer = self.shape.linear_sizes(last)
+        weight, bias = self.table[f"{name}.weight"], self.table.get(f"{name}.bias")
+        reordered = last in _REORDERED and not self.shape.head_norms
+        quantised = self.settings.method == "qlora"
+        projected = None
+        if weight.trained and last in self.settings.velora_targets:
+            groups = self.settings.velora_groups
+            # The projection, and the direction, fp32.
+            projected = ops.tape.new(ops.tokens * groups * ops.size + -(-inner // groups) * FLOAT)
+        out = ops.linear(
+            x,
+            inner,
+            outer,
+            weight,
+            bias,
+            kept=projected,
+            kept_input=not remade,
+            copies_gradient=reordered and f"{name}.lora_A.default.weight" not in self.table,
+            dequantised=inner * outer * ops.size if quantised else 0,
+        )
+        if projected is not None:
+            ops.tape.drop(projected)
+        if f"{name}.lora_A.default.weight" not in self.table:
+            return out
+        return self._adapted(ops, name, x, out, inner, outer)
+
+    def _adapted(self, ops: Operators, name: str, x: Block, result: Block, inner: int, outer: int) -> Block:
+        """result + B(A(dropout(x))) * scaling, in the adapters' dtype, narrowed to the result's."""
+        tape, settings = ops.tape, self.settings
+        wide, rank, tokens = ITEM_BYTES[settings.adapter_dtype], settings.lora_rank, ops.tokens
+        down, up = (self.table[f"{name}.lora_{letter}.default.weight"] for letter in "AB")
+        adapter = Operators(tape, tokens, wide)
+        cast = ops.cast(x, tokens * inner, wide, ops.size)
+        dropped = cast
+        if settings.lora_dropout > 0:
+            # A byte an element on a GPU; on a CPU the factors themselves.
+            mask = tape.new(tokens * inner * (1 if settings.cuda else wide))
+            dropped = tape.new(cast.size)
+            tape.node(dropped, (mask,), lambda g: [(cast, tape.new(cast.size))], (cast,))
+            tape.drop(mask)
+        low = adapter.linear(dropped, inner, rank, down, kept_input=not settings.shared_adapter_input)
+        if dropped is not cast:
+            tape.drop(dropped)
+        high = adapter.linear(low, rank, outer, up)
+        tape.drop(low)
+        scaled = adapter.scaled(high)
+        tape.drop(high)
+        total = self._sum(ops, result, scaled, tokens * outer, wide)
+        tape.drop(scaled, result)
+        narrow = ops.cast(total, tokens * outer, ops.size, wide)
+        tape.drop(total, cast)
+        return narrow
+
+    def _sum(self, ops: Operators, result: Block, scaled: Block, elements: int, wide: int) -> Block:
+        """The sum of a narrow and a wide tensor: the narrow one's gradient is narrowed."""
+        tape = ops.tape
+        out = tape.new(elements * max(wide, ops.size))
+
+        def back(gradient: Block) -> Results:
+            given: list[tuple[Block | Weight, Block]] = [(scaled, tape.keep(gradient))]
+            if not result.constant:
+                to_result = tape.keep(gradient) if wide == ops.size else tape.new(elements * ops.size)
+                given.insert(0, (result, to_result))
+            return given
+
+        return tape.node(out, (), back)

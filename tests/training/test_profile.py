@@ -1,0 +1,142 @@
+"""Profiles of tiny runs: every stage measured, plan beside it, a full budget stopped and explained."""
+
+import dataclasses
+import json
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from datasets import Dataset
+from rich.console import Console
+from tiny_runs import tiny_config, write_rows
+from typer.testing import CliRunner
+
+from leantune.cli import command_line
+from leantune.errors import MemoryBudgetError
+from leantune.memory.calibration import read_calibration
+from leantune.memory.stages import FIRST_STEP, RESUME, STAGES, STEP, TOTAL
+from leantune.training import profile as profiling
+from leantune.training import resumed_step
+from leantune.training.data import PreparedData
+from leantune.training.data_report import DataReport
+from leantune.training.longest import longest_first
+from leantune.training.remedies import remedies
+
+QUIET = Console(quiet=True)
+
+
+def config(model: str, folder: Path, **more: object):
+    return tiny_config(model, write_rows(folder, 20), folder / "out", max_length=64, **more)
+
+
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process of its own takes longer than everything else here; the slow test below starts one."""
+
+    def run(command, **_):
+        monkeypatch.setattr("sys.argv", command[2:])
+        resumed_step.main()
+        return SimpleNamespace(returncode=0, stderr="")
+
+    monkeypatch.setattr(profiling.subprocess, "run", run)
+
+
+def check_whole(found, folder: Path) -> None:
+    assert [stage.stage for stage in sorted(found.stages, key=lambda s: STAGES.index(s.stage))] == list(STAGES)
+    assert all(stage.peak_bytes > 0 for stage in found.stages)
+    step = next(row for row in found.rows if (row.stage, row.part) == (STEP, TOTAL))
+    assert abs(step.error) < 0.05
+    assert found.stage(RESUME).peak_bytes <= max(s.peak_bytes for s in found.stages if s.stage != RESUME)
+    again = read_calibration(folder)
+    assert again.ratio(STEP) == step.measured / step.planned
+    saved = json.loads((folder / "memory_profile.json").read_text())
+    assert saved["outcome"] == "fits" and saved["shortage"] is None
+    assert "steady step" in (folder / "memory_report.html").read_text()
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "memory_calibration.json",
+        "memory_profile.json",
+        "memory_report.html",
+    ]
+
+
+def test_p1_p3_p4_every_stage_is_measured(tiny_model_path: str, tmp_path: Path, monkeypatch) -> None:
+    in_this_process(monkeypatch)
+    run = config(tiny_model_path, tmp_path, eval_split=0.2)
+    found = profiling.profile(run, console=QUIET)
+    check_whole(found, tmp_path / "out" / "profile")
+    assert found.stage(FIRST_STEP).parts["optimizer_states"] <= found.stage(STEP).parts["optimizer_states"]
+    assert found.tokens_per_second > 0 and found.modules
+
+
+def test_p10_a_full_budget_ends_with_a_report_and_exit_code_3(tiny_model_path: str, tmp_path: Path) -> None:
+    given = ["--model_name_or_path", tiny_model_path, "--dataset", write_rows(tmp_path, 20), "--max_length", "64"]
+    given += ["--output_dir", str(tmp_path / "out"), "--memory_budget", "600KiB"]
+    ended = CliRunner().invoke(command_line(), ["profile", *given])
+    assert ended.exit_code == 3, ended.output
+    folder = tmp_path / "out" / "profile"
+    shortage = json.loads((folder / "memory_profile.json").read_text())["shortage"]
+    assert shortage["stage"] == FIRST_STEP and shortage["module"] and shortage["operator"].startswith("aten")
+    assert sum(shortage["live"].values()) > 600 * 1024
+    assert shortage["others"]
+    assert "What would make room" in (folder / "memory_report.html").read_text()
+    assert not (folder / "memory_calibration.json").exists()
+    assert "fix: " in ended.output
+
+
+def test_a7_the_longest_rows_fill_every_step(tiny_model_path: str, tmp_path: Path) -> None:
+    lengths = [3, 9, 5, 7, 2]
+    rows = Dataset.from_list([{"input_ids": list(range(n)), "labels": list(range(n))} for n in lengths])
+    run = dataclasses.replace(config(tiny_model_path, tmp_path), per_device_train_batch_size=2)
+    chosen = longest_first(run, PreparedData(rows, rows, DataReport(False), 9), steps=3)
+    assert [len(ids) for ids in chosen.train["input_ids"]] == [9, 7] * 3
+    assert [len(ids) for ids in chosen.held_out["input_ids"]] == [9, 7, 5, 3]
+    few = longest_first(
+        dataclasses.replace(run, per_device_train_batch_size=8), PreparedData(rows, None, DataReport(False), 9), 1
+    )
+    assert len(few.train) == 8  # fewer rows than a batch: they come again
+
+
+def test_remedies_leave_out_what_is_done_and_put_the_largest_first(tiny_model_path: str, tmp_path: Path) -> None:
+    plain = config(tiny_model_path, tmp_path, optim="adamw", fused_backward=False)
+    parts = {"weights": 100, "optimizer_states": 800, "gradients": 200, "activations": 400}
+    advice = remedies(plain, parts)
+    assert advice[0].startswith("method: lora") and advice[1].startswith("optim: ternary_adamw")
+    lean = dataclasses.replace(
+        plain, optim="ternary_adamw", fused_backward=True, gradient_checkpointing=True, per_device_train_batch_size=1
+    )
+    assert not [text for text in remedies(lean, parts) if text.startswith(("optim", "fused", "gradient", "per_device"))]
+
+
+def test_what_exceeds_a_budget_is_exit_code_3_in_every_command(monkeypatch) -> None:
+    from leantune import cli
+
+    details = {"live": 2, "budget": 1, "size": 1, "part": "loss", "phase": "forward", "module": "", "operator": ""}
+
+    def fail():
+        raise MemoryBudgetError("too much", **details)
+
+    monkeypatch.setattr(cli, "command_line", lambda: fail)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"method": "lora", "fused_backward": False}, {"velora_target_modules": ["down_proj"]}, {"packing": True}],
+)
+def test_p3_resuming_in_a_process_of_its_own_needs_no_more_than_training(tiny_model_path, tmp_path, more) -> None:
+    found = profiling.profile(config(tiny_model_path, tmp_path, eval_split=0.2, **more), console=QUIET)
+    check_whole(found, tmp_path / "out" / "profile")
+
+
+@pytest.mark.slow
+def test_the_command_profiles_a_config(tiny_model_path: str, tmp_path: Path) -> None:
+    run = config(tiny_model_path, tmp_path)
+    (tmp_path / "run.yaml").write_text(run.to_yaml())
+    ended = subprocess.run(["leantune", "profile", str(tmp_path / "run.yaml")], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "steady step" in ended.stdout
+    wrong = subprocess.run(["leantune", "profile", "--modle", "x"], capture_output=True, text=True)
+    assert wrong.returncode == 2
