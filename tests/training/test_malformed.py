@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from malformed.case import Case
-from malformed.config_files import CONFIGS
-from malformed.json_files import JSON
-from malformed.rows_of_data import ROWS
-from malformed.tables_and_folders import TABLES
+from training.malformed.case import Case
+from training.malformed.config_files import CONFIGS
+from training.malformed.json_files import JSON
+from training.malformed.rows_of_data import ROWS
+from training.malformed.tables_and_folders import TABLES
 
 from leantune.errors import ConfigError
 from leantune.training.config import build_config, load_config

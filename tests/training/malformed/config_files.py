@@ -1,6 +1,6 @@
 """Configs of a run that cannot be what was meant."""
 
-from malformed.case import Case
+from training.malformed.case import Case
 
 CONFIGS = [
     Case(

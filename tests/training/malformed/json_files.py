@@ -2,7 +2,7 @@
 
 import json
 
-from malformed.case import GOOD, Case, rows
+from training.malformed.case import GOOD, Case, rows
 
 JSON = [
     Case("an empty file", {"d.jsonl": b""}, "- dataset: {d}/d.jsonl: it is empty; write a row a line"),

@@ -1,6 +1,6 @@
 """Files that can be read, with rows that cannot be used."""
 
-from malformed.case import ANSWERED, ASKED, GOOD, Case, chat, line, rows
+from training.malformed.case import ANSWERED, ASKED, GOOD, Case, chat, line, rows
 
 from leantune.training.shapes import ACCEPTED
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from malformed.case import GOOD, Case, rows
+from training.malformed.case import GOOD, Case, rows
 
 from leantune.training.shapes import ACCEPTED
 
