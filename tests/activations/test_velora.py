@@ -11,7 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import leantune as lt
-from leantune.activations.velora.projection import SubTokens, kept_energy, mean_direction, project
+from leantune.activations.velora.direction import FeatureSums, mean_direction
+from leantune.activations.velora.projection import SubTokens, kept_energy, project
 from leantune.errors import InvalidArgumentError, InvalidTypeError, StateMismatchError
 
 
@@ -120,7 +121,7 @@ def test_a10_a_target_that_matches_nothing_lists_close_names() -> None:
 
 
 def test_what_cannot_work_is_refused_before_anything_changes() -> None:
-    model = nn.ModuleDict({"a": nn.Linear(64, 8), "b": nn.Conv1d(4, 4, 1), "c": nn.Linear(64, 8)})
+    model = nn.ModuleDict({"a": nn.Linear(64, 8), "b": nn.Bilinear(4, 4, 4), "c": nn.Linear(64, 8)})
     model["c"].requires_grad_(False)
     for targets, error in ((["a", "b"], InvalidTypeError), (["a", "c"], InvalidArgumentError)):
         with pytest.raises(error):
@@ -205,7 +206,7 @@ def test_a8_nothing_of_the_inputs_size_is_allocated(features: int, dtype: torch.
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         z = project(x, v, cut)
         energy = kept_energy(x, z)
-        direction = mean_direction(x, cut)
+        direction = mean_direction(FeatureSums.of(x), cut)
     events = profiler.profiler.kineto_results.events()
     largest = max(event.nbytes() for event in events if event.name() == "[memory]")
     assert z.nbytes <= largest < x.nbytes / 4

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from leantune.errors import InvalidArgumentError
 from leantune.memory.parts import LABELS, PARTS
 from leantune.memory.process import process_peak
+from leantune.memory.quantised import scales
 from leantune.memory.sizes import format_bytes
 from leantune.memory.timeline import MemoryTimeline
 from leantune.memory.trace import (
@@ -264,7 +265,8 @@ def _process_bytes(model: nn.Module, optimizers: Sequence[Optimizer], device: to
     if device.type != "cpu":
         return None
     tensors = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in model.parameters()}
-    tensors.update({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in model.buffers()})
+    beside = [*model.buffers(), *scales(model)]
+    tensors.update({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in beside})
     for optimizer in optimizers:
         for tensor in tensors_in(list(optimizer.state.values())):
             tensors[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()

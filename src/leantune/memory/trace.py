@@ -21,6 +21,7 @@ from leantune.backward.accumulation import Accumulator
 from leantune.backward.graph import head_nodes
 from leantune.errors import InvalidArgumentError
 from leantune.memory.parts import OPTIMIZER_STATES, UPDATE
+from leantune.memory.quantised import fake_scales
 from leantune.memory.timeline import MemoryTimeline
 from leantune.memory.tracker import MemoryTracker
 from leantune.memory.update_cost import UpdateCost
@@ -205,6 +206,7 @@ def _fake_parameters(model: nn.Module, mode: FakeTensorMode, device: torch.devic
                     fakes[id(parameter)] = _fake_parameter(parameter, mode, device)
                     real_of[id(fakes[id(parameter)])] = id(parameter)
                 module._parameters[name] = fakes[id(parameter)]
+                fake_scales(module, fakes[id(parameter)], parameter, functools.partial(_fake, mode=mode, device=device))
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     fakes.setdefault(id(buffer), _fake(buffer, mode, device))

@@ -42,6 +42,7 @@ from leantune.memory.parts import (
     UPDATE,
     WEIGHTS,
 )
+from leantune.memory.quantised import hidden_bytes, scales
 from leantune.memory.timeline import BACKWARD, FORWARD, OTHER, PHASES, UPDATE_PHASE, MemoryTimeline, resolve
 
 _CODE = {part: code for code, part in enumerate(PARTS)}
@@ -135,8 +136,8 @@ class MemoryTracker(TorchDispatchMode):
             if tensor.grad is not None:
                 self._preexisting(tensor.grad, GRADIENTS)
         if self._model is not None:
-            for buffer in self._model.buffers():
-                self._preexisting(buffer, WEIGHTS)
+            for tensor in [*self._model.buffers(), *scales(self._model)]:
+                self._preexisting(tensor, WEIGHTS)
         self._mark_states(existed=True)
         self._inside = len(self._sizes)
         self._register_hooks()
@@ -195,6 +196,8 @@ class MemoryTracker(TorchDispatchMode):
         elif isinstance(result, list | tuple):
             for tensor in _flat_tensors(result):
                 self._see(tensor, func)
+        if hidden := hidden_bytes(func, args):
+            self.touch(TEMPORARIES, hidden)
         return result
 
     def _follow_phase(self) -> None:

@@ -16,6 +16,8 @@ from leantune.training.config_keys import ALIASES, FOREIGN_OPTIMIZER_KEYS, REFUS
 OUR_OPTIMIZERS = ("ternary_adamw", "adamw", "lomo", "adalomo", "taco_one_sparse")
 _LEARNING_RATES = {("full", "ternary_adamw"): 5e-5, ("full", "adamw"): 5e-5, ("full", "adalomo"): 5e-4}
 _LORA_RATE = 2e-4
+LORA_METHODS = ("lora", "qlora")
+"""Those that train adapters on a frozen base."""
 
 _MOMENTS = ("betas", "adam_epsilon")  # transformers' own optimizers read these where they can
 
@@ -30,6 +32,13 @@ _ONLY_FOR = {
     "rounding": OUR_OPTIMIZERS,
 }
 
+# Settings only some methods read.
+_ONLY_FOR_METHODS = {
+    LORA_METHODS: ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"),
+    ("qlora",): ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant"),
+    ("lora",): ("load_in_8bit",),
+}
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -40,11 +49,11 @@ class TrainConfig:
     dataset: str = ""
     output_dir: str = "runs/leantune"
     method: str = "full"
-    """full or lora."""
+    """full, lora, or qlora (LoRA on a frozen 4-bit base)."""
     optim: str = "ternary_adamw"
     """ternary_adamw, adamw, lomo, adalomo, taco_one_sparse, or any name transformers knows (adamw_torch...)."""
     learning_rate: float | None = None
-    """None: 5e-5 full (AdaLomo 5e-4), 2e-4 LoRA; lomo and taco_one_sparse must be given one."""
+    """None: 5e-5 full (AdaLomo 5e-4), 2e-4 LoRA and QLoRA; lomo and taco_one_sparse must be given one."""
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     adam_epsilon: float = 1e-8
@@ -72,6 +81,12 @@ class TrainConfig:
     lora_alpha: int = 32
     lora_dropout: float = 0.0
     lora_target_modules: tuple[str, ...] | str = "all-linear"
+    bnb_4bit_quant_type: str = "nf4"
+    """Of method: qlora: nf4 or fp4."""
+    bnb_4bit_use_double_quant: bool = True
+    """Of method: qlora: the scales of the 4-bit weights are quantised as well (0.37 bits a weight less)."""
+    load_in_8bit: bool = False
+    """Of method: lora: an 8-bit base."""
     eval_dataset: str | None = None
     eval_split: float | None = None
     """Share of the rows held out when no eval_dataset is given."""
@@ -115,7 +130,7 @@ class TrainConfig:
         """The learning rate, the default for method and optimizer where none was set."""
         if self.learning_rate is not None:
             return self.learning_rate
-        return _LORA_RATE if self.method == "lora" else _LEARNING_RATES.get((self.method, self.optim), 5e-5)
+        return _LORA_RATE if self.method in LORA_METHODS else _LEARNING_RATES.get((self.method, self.optim), 5e-5)
 
     def to_yaml(self) -> str:
         """The resolved config as YAML that :func:`load_config` reads back to an equal one (``resume`` is not part of
@@ -302,8 +317,6 @@ def _combinations(c: TrainConfig) -> list[str]:
             "optim: taco_one_sparse has no learning rate that suits; give one: it is what one weight of each column of "
             "a square matrix moves in a step (docs/taco_one_sparse.md says how to find it)"
         )
-    if c.velora_target_modules and c.method != "full":
-        found.append("velora_target_modules is for method: full in this release")
     if c.velora_target_modules and c.gradient_checkpointing:
         found.append(
             "VeLoRA saves nothing inside checkpointed blocks; drop velora_target_modules or gradient_checkpointing"
@@ -332,13 +345,12 @@ def _ignored(c: TrainConfig) -> list[str]:
         found.append(f"master_bits is for bfloat16 weights; dtype is {c.dtype}: leave master_bits out")
     if c.ours:
         found += [f"{key}: {REFUSED[key]}" for key in sorted(FOREIGN_OPTIMIZER_KEYS & set(c.extra))]
-    if c.method != "lora":
-        keys = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
-        found += [
-            f"{key} is set, but method is {c.method}; write method: lora, or leave it out"
-            for key in keys
-            if getattr(c, key) != getattr(defaults, key)
-        ]
+    found += [
+        f"{key} is set, but method is {c.method}; write method: {' or '.join(methods)}, or leave it out"
+        for methods, keys in _ONLY_FOR_METHODS.items()
+        for key in keys
+        if c.method not in methods and getattr(c, key) != getattr(defaults, key)
+    ]
     if c.velora_num_groups != defaults.velora_num_groups and not c.velora_target_modules:
         found.append("velora_num_groups is set without velora_target_modules; name the layers (down_proj)")
     return found
@@ -355,10 +367,12 @@ def _wrong_extra(c: TrainConfig) -> list[str]:
 
 def _wrong_values(c: TrainConfig) -> list[str]:
     found = [f"{key} is missing" for key in ("model_name_or_path", "dataset") if not getattr(c, key)]
-    if c.method in ("qlora", "auto"):
-        found.append(f"method: {c.method} is not in this release; write full, or lora")
-    elif c.method not in ("full", "lora"):
-        found.append(f"method is {c.method!r}; write full or lora")
+    if c.method == "auto":
+        found.append("method: auto is not in this release; write full, lora or qlora")
+    elif c.method not in ("full", *LORA_METHODS):
+        found.append(f"method is {c.method!r}; write full, lora or qlora")
+    if c.bnb_4bit_quant_type not in ("nf4", "fp4"):
+        found.append(f"bnb_4bit_quant_type is {c.bnb_4bit_quant_type!r}; write nf4 or fp4")
     if not c.ours:
         from transformers.training_args import OptimizerNames
 

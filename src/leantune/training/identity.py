@@ -16,7 +16,8 @@ _SETTINGS = (
     "method", "optim", "dtype", "bf16", "max_length", "packing", "per_device_train_batch_size",
     "gradient_accumulation_steps", "seed", "fused", "accumulate", "clip_mode", "max_grad_norm", "carry_rank",
     "momentum_planes", "block_size", "rounding", "master_bits", "velora_target_modules", "velora_num_groups", "lora_r",
-    "lora_target_modules", "rate", "weight_decay", "betas", "adam_epsilon",
+    "lora_alpha", "lora_dropout", "lora_target_modules", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant",
+    "load_in_8bit", "rate", "weight_decay", "betas", "adam_epsilon",
 )  # fmt: skip
 _EXTRA = (
     "lr_scheduler_type",

@@ -13,20 +13,22 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback, set_seed
 from trl import SFTConfig
 
-from leantune.activations.velora.apply import VeloraHandle, apply_velora
+from leantune.activations.velora.apply import apply_velora
+from leantune.activations.velora.handle import VeloraHandle
 from leantune.activations.velora.report import VeloraReport
 from leantune.errors import ConfigError, InvalidArgumentError
 from leantune.kernels.half_linear import use_fp32_products
 from leantune.memory import MemoryTimeline, MemoryTracker, Plan, format_bytes, parse_size, plan_run
 from leantune.memory.plots import plot_memory
 from leantune.training.checkpoints import VELORA_FILE, at_the_end, check_checkpoint, checkpoints, holds_model
-from leantune.training.config import TrainConfig
+from leantune.training.config import LORA_METHODS, TrainConfig
 from leantune.training.data import PreparedData, load_data
 from leantune.training.identity import check_identity, write_identity
 from leantune.training.log import RunLog
 from leantune.training.moved import MovedShare
 from leantune.training.optimizers import build_optimizer
 from leantune.training.progress import ProgressBar
+from leantune.training.quantised_base import check_bitsandbytes, check_trainable, quantisation, settle
 from leantune.training.summary import header, summary, write_summary
 from leantune.training.trainer import LeanTrainer, base_model, check_exact_loss
 
@@ -59,6 +61,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     output = Path(config.output_dir)
     _refuse_more_than_one_process()
     _refuse_missing_trackers(config)
+    check_bitsandbytes(config)
     resume_from = _checkpoint_to_resume(config, output)
     set_seed(config.seed)
     tokenizer = _tokenizer(config)
@@ -211,12 +214,16 @@ def _tokenizer(config: TrainConfig) -> Any:
 
 def _model(config: TrainConfig) -> Any:
     try:
-        model = AutoModelForCausalLM.from_pretrained(config.model_name_or_path, dtype=getattr(torch, config.dtype))
+        model = AutoModelForCausalLM.from_pretrained(
+            config.model_name_or_path, dtype=getattr(torch, config.dtype), quantization_config=quantisation(config)
+        )
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"- model_name_or_path {config.model_name_or_path!r}: {str(error).splitlines()[0]}"
         ) from error
-    if config.method == "lora":
+    check_trainable(config, model)
+    settle(model)
+    if config.method in LORA_METHODS:
         from peft import LoraConfig, get_peft_model
 
         targets = config.lora_target_modules
@@ -354,7 +361,7 @@ def _hold_against_budget(config: TrainConfig, plan: Plan | None) -> None:
         raise ConfigError(
             f"- memory_budget is {config.memory_budget}, and the plan needs {format_bytes(plan.total)} at "
             f"{plan.where}. Lower per_device_train_batch_size or max_length, turn on gradient_checkpointing, or choose "
-            "method: lora."
+            "method: lora or qlora."
         )
 
 

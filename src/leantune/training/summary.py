@@ -9,10 +9,12 @@ from rich.table import Table
 
 from leantune.kernels import gpu, native
 from leantune.memory import LABELS, Plan, format_bytes
+from leantune.memory.quantised import elements, storage
 from leantune.optim.base import LeanOptimizer
 from leantune.optim.ternary_adamw import TernaryAdamW
 from leantune.training.config import TrainConfig
 from leantune.training.data import PreparedData
+from leantune.training.quantised_base import compute_dtype, described
 
 if TYPE_CHECKING:
     from leantune.training.run import TrainResult
@@ -27,13 +29,15 @@ def header(
     optimizer: Any = trainer.optimizer
     optimizer = getattr(optimizer, "optimizer", optimizer)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    total = sum(p.numel() for p in model.parameters())
+    total = sum(elements(p) for p in model.parameters())
     table = Table(title="leantune train", show_header=False, title_justify="left")
     table.add_row(
         "model", f"{config.model_name_or_path}: {trained:,} of {total:,} parameters trained ({config.method})"
     )
     for name, value in dtypes(config, model, optimizer).items():
         table.add_row(name, value)
+    if base := described(model):
+        table.add_row("base", base)
     table.add_row(
         "optimizer", f"{config.optim}, lr {config.rate:g}, weight decay {config.weight_decay:g} (matrices only)"
     )
@@ -69,8 +73,8 @@ def dtypes(config: TrainConfig, model: Any, optimizer: Any) -> dict[str, str]:
     weights: Counter[str] = Counter()
     trained: Counter[str] = Counter()
     for param in model.parameters():
-        name = str(param.dtype).removeprefix("torch.")
-        weights[name] += param.numel()
+        name = storage(param)
+        weights[name] += elements(param)
         trained[name] += param.numel() if param.requires_grad else 0
     trained = +trained
     kept = "applied and freed inside backward" if config.fused else "kept until the step"
@@ -83,10 +87,19 @@ def dtypes(config: TrainConfig, model: Any, optimizer: Any) -> dict[str, str]:
         states = f"as {config.optim} keeps them: the dtype of the weight, for torch's"
     return {
         "weights": ", ".join(f"{name} ({count:,})" for name, count in weights.most_common()),
-        "compute": "bfloat16 autocast" if config.bf16 else " and ".join(weights),
+        "compute": _computed_in(config, weights),
         "gradients": f"{', '.join(trained)}, {kept}",
         "states": states,
     }
+
+
+def _computed_in(config: TrainConfig, weights: Counter[str]) -> str:
+    if config.bf16:
+        return "bfloat16 autocast"
+    dense = " and ".join(name for name in weights if name not in ("nf4", "fp4", "int8"))
+    if config.method != "qlora":
+        return dense
+    return f"{dense}; 4-bit weights in {str(compute_dtype(config)).removeprefix('torch.')}"
 
 
 def write_summary(config: TrainConfig, result: "TrainResult") -> None:

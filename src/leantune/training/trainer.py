@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trl import SFTTrainer
 
 from leantune.activations.loss import linear_cross_entropy, shift_labels
-from leantune.activations.velora.apply import VeloraHandle
+from leantune.activations.velora.handle import VeloraHandle
 from leantune.errors import ConfigError, NonFiniteError
 from leantune.training.attach import attach
 from leantune.training.checkpoints import VELORA_FILE, checkpoints, remove_whole
@@ -27,7 +27,11 @@ class LeanTrainer(SFTTrainer):
     any."""
 
     def __init__(self, lean: TrainConfig, velora: VeloraHandle | None, **arguments: Any) -> None:
+        trained = [(param, param.data) for param in arguments["model"].parameters() if param.requires_grad]
         super().__init__(**arguments)
+        for param, data in trained:
+            if param.dtype != data.dtype:  # TRL rounds adapters on a quantised base to bfloat16 without a word
+                param.data = data
         self.lean = lean
         self.velora = velora
         self.model_accepts_loss_kwargs = True  # compute_loss divides by the tokens of the whole step

@@ -14,16 +14,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from leantune.errors import InvalidArgumentError, NonFiniteError
+from leantune.errors import InvalidArgumentError
 
 _TILE_ELEMENTS = 1 << 18
 """Elements reduced at a time: 1 MiB in fp32."""
+_OUTER_ELEMENTS = 1 << 21
+"""Elements of dW made in fp32 at a time where it is narrower: 8 MiB."""
 
 
 @dataclass(frozen=True)
 class SubTokens:
-    """How ``features`` are cut: ``groups`` sub-tokens of ``size``; the last holds ``tail`` features (``size`` when
-    nothing is padded).
+    """How ``features`` are cut: ``groups`` sub-tokens of ``size``, the last one padded where ``size`` does not divide
+    them.
 
     >>> SubTokens.of(1536, 32), SubTokens.of(10, 4)
     (SubTokens(features=1536, size=48, groups=32), SubTokens(features=10, size=3, groups=4))
@@ -50,73 +52,73 @@ class SubTokens:
         """Features in sub-tokens that are full."""
         return self.features // self.size * self.size
 
-
-def mean_direction(x: Tensor, cut: SubTokens) -> Tensor | None:
-    """v, fp32 (size,): the normalised mean of all sub-tokens of ``x`` (N, D).
-
-    None where x has no row or holds zeros alone: such a batch has no direction, and its weight gradient is zero anyway.
-    Raises NonFiniteError where the mean is NaN or Inf, InvalidArgumentError where sub-tokens that are not zero cancel.
-    """
-    if x.shape[0] == 0:
-        return None
-    wide = torch.promote_types(x.dtype, torch.float32)
-    column = x.new_zeros(cut.features, dtype=wide)
-    for rows in _row_tiles(x):
-        column += rows.sum(dim=0, dtype=wide)
-    column /= x.shape[0]
-    padded = torch.nn.functional.pad(column, (0, cut.groups * cut.size - cut.features))
-    mean = padded.view(cut.groups, cut.size).mean(dim=0)
-    norm = torch.linalg.vector_norm(mean)
-    if mean.device.type == "meta":
-        return mean
-    if not bool(torch.isfinite(norm)):
-        raise NonFiniteError("the first batch's activations hold NaN or Inf, so VeLoRA has no direction to project on.")
-    if float(norm) == 0:
-        if not bool(x.any()):
-            return None
-        raise InvalidArgumentError(
-            "the sub-tokens of the first training batch average to zero, so VeLoRA has no direction to project on. "
-            "Leave this layer out of target_modules, or use another num_groups."
-        )
-    return (mean / norm).float()
-
-
-def _row_tiles(x: Tensor) -> Iterator[Tensor]:
-    """``x`` (N, D) some rows at a time: a CPU reduces bf16 by way of an fp32 copy of what it is given."""
-    return iter(x.split(max(1, _TILE_ELEMENTS // max(1, x.shape[1]))))
+    @property
+    def tail(self) -> int:
+        """Features in the last sub-token, where it is not full; else 0."""
+        return self.features - self.whole
 
 
 def project(x: Tensor, v: Tensor, cut: SubTokens) -> Tensor:
     """Z, (N, groups), in x's dtype, from ``x`` (N, D) and ``v`` (size,); no temporary of X's size."""
     v = v.to(x.dtype)
-    if cut.whole == cut.features:
+    if not cut.tail:
         return x.reshape(x.shape[0], cut.groups, cut.size) @ v
-    parts = [x[:, cut.whole :] @ v[: cut.features - cut.whole]]
-    if cut.whole:
-        full = x[:, : cut.whole].unflatten(1, (cut.groups - 1, cut.size)) @ v
-        return torch.cat([full, parts[0].unsqueeze(1)], dim=1)
-    return parts[0].unsqueeze(1)
+    tail = (x[:, cut.whole :] @ v[: cut.tail]).unsqueeze(1)
+    if not cut.whole:
+        return tail
+    return torch.cat([x[:, : cut.whole].unflatten(1, (cut.groups - 1, cut.size)) @ v, tail], dim=1)
 
 
-def weight_gradient(grad_output: Tensor, z: Tensor, v: Tensor, cut: SubTokens) -> Tensor:
-    """dW, (out, D), from dY (N, out), Z (N, groups) and v: the outer product of C = dY^T Z with v, its padding cut
-    off."""
-    # In fp32: small, and rounded once when the product with v is.
-    wide = torch.promote_types(grad_output.dtype, torch.float32)
-    coefficients = grad_output.t().to(wide) @ z.to(wide)
-    return (
-        (coefficients.unsqueeze(2) * v.to(coefficients.dtype))
-        .flatten(1)[:, : cut.features]
-        .to(grad_output.dtype)
-        .contiguous()
-    )
+def outer_product(coefficients: Tensor, v: Tensor, cut: SubTokens, dtype: torch.dtype) -> Tensor:
+    """dW, (out, D, ...) of ``dtype``, from C (out, groups, ...) and v: dW[o, j M + s] = C[o, j] v[s].
+
+    Each element is made in C's dtype and rounded once. Temporaries: at most 8 MiB, none where ``dtype`` is C's.
+    """
+    rows, _, *rest = coefficients.shape
+    v = v.to(coefficients.dtype).view(-1, *(1 for _ in rest))
+    if torch.compiler.is_compiling():  # fused there; and out= is not for a compiler
+        return (coefficients.unsqueeze(2) * v).flatten(1, 2)[:, : cut.features].to(dtype).contiguous()
+    gradient = coefficients.new_empty((rows, cut.features, *rest), dtype=dtype)
+    for some, groups, tokens in _outer_tiles(gradient, cut, everything=dtype == coefficients.dtype):
+        part = coefficients[some, groups].unsqueeze(2)
+        torch.mul(part, v, out=gradient[some, tokens].unflatten(1, (part.shape[1], cut.size)))
+    if cut.tail:
+        torch.mul(coefficients[:, -1:], v[: cut.tail], out=gradient[:, cut.whole :])
+    return gradient
+
+
+def _outer_tiles(gradient: Tensor, cut: SubTokens, everything: bool) -> Iterator[tuple[slice, slice, slice]]:
+    """(rows, groups, features) of the parts of dW (rows, features, ...) in which full sub-tokens are made."""
+    rows, full = gradient.shape[0], cut.whole // cut.size
+    line = max(1, gradient[:1].numel())
+    height, width = max(1, _OUTER_ELEMENTS // line), full
+    if everything:
+        height = rows
+    elif height == 1:
+        width = max(1, _OUTER_ELEMENTS * cut.groups // line)
+    for top in range(0, rows, max(1, height)):
+        for left in range(0, full, max(1, width)):
+            right = min(left + width, full)
+            yield slice(top, top + height), slice(left, right), slice(left * cut.size, right * cut.size)
+
+
+def group_norms(v: Tensor, cut: SubTokens) -> Tensor:
+    """|v| as each group sees it, fp64 (groups,): of the last, padded one without what is multiplied by padding."""
+    norms = torch.linalg.vector_norm(v.double()).expand(cut.groups).clone()
+    if cut.tail:
+        norms[-1] = torch.linalg.vector_norm(v[: cut.tail].double())
+    return norms
 
 
 def kept_energy(x: Tensor, z: Tensor) -> Tensor:
     """|Z|^2 / |X|^2, fp32 of no dimensions: the share of the activations' energy that the projection keeps."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    wide = torch.promote_types(x.dtype, torch.float32)
     total = x.new_zeros((), dtype=wide)
-    for rows in _row_tiles(x.detach().reshape(-1, x.shape[-1])):
+    for rows in row_tiles(x.detach().reshape(-1, x.shape[-1])):
         total += torch.linalg.vector_norm(rows, dtype=wide).square()
     return torch.linalg.vector_norm(z.detach(), dtype=wide).square() / total.clamp(min=1e-30)
+
+
+def row_tiles(x: Tensor) -> Iterator[Tensor]:
+    """``x`` (N, D) some rows at a time: a CPU reduces bf16 by way of an fp32 copy of what it is given."""
+    return iter(x.split(max(1, _TILE_ELEMENTS // max(1, x.shape[1]))))

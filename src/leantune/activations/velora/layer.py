@@ -1,0 +1,55 @@
+"""A layer under VeLoRA: what `apply_velora` leaves on a module, and the forward that it runs from then on."""
+
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from leantune.activations.velora.kind import LayerKind
+from leantune.activations.velora.site import Site
+from leantune.errors import StateMismatchError
+
+_MARK = "_leantune_velora"
+
+
+@dataclass(eq=False)
+class Layer:
+    """One module, the kind it is of, and its sites."""
+
+    name: str
+    module: nn.Module
+    kind: LayerKind
+    sites: list[Site]
+
+    def enter(self) -> None:
+        """Put it into its module."""
+        setattr(self.module, _MARK, self)
+        self.module.forward = types.MethodType(_forward, self.module)
+
+    def check_on_top(self) -> None:
+        """Raise StateMismatchError where something else has replaced the module's forward since."""
+        if getattr(self.module.__dict__.get("forward"), "__func__", None) is not _forward:
+            raise StateMismatchError(
+                f"the forward of {self.name} was replaced after apply_velora (hooks of another library do that); "
+                "restoring it would drop that change. Remove the later change first."
+            )
+
+    def leave(self) -> None:
+        """Give the module its own forward back."""
+        delattr(self.module, _MARK)
+        del self.module.forward
+
+
+def is_under_velora(module: nn.Module) -> bool:
+    """Whether a handle holds this module."""
+    return hasattr(module, _MARK)
+
+
+def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    layer: Layer = getattr(module, _MARK)
+    wide = any(getattr(site.product, "wide", False) for site in layer.sites)
+    if wide or (module.training and torch.is_grad_enabled()):
+        return layer.kind.forward(layer, *args, **kwargs)
+    return type(module).forward(module, *args, **kwargs)
