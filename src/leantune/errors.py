@@ -4,6 +4,9 @@
 class LeantuneError(Exception):
     """Base of every error raised on purpose by leantune."""
 
+    exit_code = 2
+    """What a command that ends with this error returns to the shell."""
+
 
 class InvalidArgumentError(LeantuneError, ValueError):
     """An argument has a value that cannot work. Raised before anything is loaded or changed."""
@@ -27,3 +30,9 @@ class BackwardError(LeantuneError, RuntimeError):
 
 class ConfigError(LeantuneError, ValueError):
     """A training configuration or data file is wrong; the message lists every problem found."""
+
+
+class NotEnoughRoomError(LeantuneError, RuntimeError):
+    """Memory or disk would not hold what is to be made. Raised before anything is loaded or written."""
+
+    exit_code = 3

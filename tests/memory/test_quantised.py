@@ -2,14 +2,14 @@
 
 import pytest
 import torch
+from memory.tiny_llama import tiny_llama, tokens
+from quantised import quantise
 from torch import nn
 
 import leantune as lt
 from leantune.memory import MemoryTracker, plan_run
 from leantune.memory.quantised import elements, scales, storage
 from leantune.memory.trace import exact_loss
-from memory.tiny_llama import tiny_llama, tokens
-from quantised import quantise
 
 bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
@@ -45,7 +45,9 @@ def test_a_plan_is_what_a_step_is_measured_to_take_and_changes_nothing(model: nn
     for part in ("activations", "temporaries"):
         assert measured[part] == pytest.approx(plan.parts[part], rel=0.02)
     assert plan_run(base, optimizer, batch_size=2, length=32, fused=False).parts == plan.parts  # after real steps
-    once = {tensor.untyped_storage()._cdata: tensor for tensor in [*model.parameters(), *model.buffers(), *scales(model)]}
+    once = {
+        tensor.untyped_storage()._cdata: tensor for tensor in [*model.parameters(), *model.buffers(), *scales(model)]
+    }
     assert plan.parts["weights"] == sum(tensor.untyped_storage().nbytes() for tensor in once.values())
     linear = next(module for module in model.modules() if type(module).__module__.startswith("bitsandbytes"))
     assert elements(linear.weight) == linear.in_features * linear.out_features

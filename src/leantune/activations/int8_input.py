@@ -6,7 +6,6 @@ weight, which a frozen weight never has. The gradient of the input needs the wei
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 _NODES = ("MatMul8bitFpBackward", "MatMul8bitLtBackward")

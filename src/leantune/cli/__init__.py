@@ -9,6 +9,7 @@ from leantune.errors import LeantuneError
 
 def command_line() -> typer.Typer:
     """The ``leantune`` command with its sub-commands."""
+    from leantune.cli import env, evaluate, merge
     from leantune.cli.demo import demo
     from leantune.cli.train import EXAMPLES, train
 
@@ -22,13 +23,16 @@ def command_line() -> typer.Typer:
     # Any key of the config is a flag, so typer must let through those it does not know.
     app.command("train", epilog=EXAMPLES, context_settings={"ignore_unknown_options": True})(train)
     app.command("demo")(demo)
+    app.command("merge", epilog=merge.EXAMPLES)(merge.merge)
+    app.command("eval", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
+    app.command("env", epilog=env.EXAMPLES)(env.env)
     return app
 
 
 def main() -> None:
-    """Entry point: a user's mistake ends with its message on stderr and exit code 2, not with a traceback."""
+    """Entry point: a user's mistake ends with its message on stderr and an exit code, not with a traceback."""
     try:
         command_line()()
     except LeantuneError as error:
         print(f"leantune: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(error.exit_code)

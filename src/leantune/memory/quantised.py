@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 _INT8_TENSORS = ("CB", "SCB")

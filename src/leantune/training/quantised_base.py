@@ -83,7 +83,7 @@ def check_trainable(config: TrainConfig, model: Any) -> None:
             "trained. Write method: lora, or give the model it was made from"
         )
     came = getattr(model.config.quantization_config, "load_in_4bit", False)
-    if method != "bitsandbytes" or (config.method == "qlora") != came and wants_quantised_base(config):
+    if method != "bitsandbytes" or ((config.method == "qlora") != came and wants_quantised_base(config)):
         raise ConfigError(
             f"- model_name_or_path {config.model_name_or_path!r} is stored quantised already ({method}"
             f"{', 4 bits' if came else ''}), which method: {config.method} with these settings does not change. "
