@@ -4,6 +4,9 @@
 class LeantuneError(Exception):
     """Base of every error raised on purpose by leantune."""
 
+    exit_code = 2
+    """What a command that ends with this error returns to the shell."""
+
 
 class InvalidArgumentError(LeantuneError, ValueError):
     """An argument has a value that cannot work. Raised before anything is loaded or changed."""
@@ -36,9 +39,17 @@ class MemoryBudgetError(LeantuneError, RuntimeError):
     `leantune.memory.PARTS`, ``phase`` a stage of the step, ``module`` and ``operator`` what asked for the memory.
     """
 
+    exit_code = 3
+
     def __init__(
         self, message: str, *, live: int, budget: int, size: int, part: str, phase: str, module: str, operator: str
     ) -> None:
         super().__init__(message)
         self.live, self.budget, self.size = live, budget, size
         self.part, self.phase, self.module, self.operator = part, phase, module, operator
+
+
+class NotEnoughRoomError(LeantuneError, RuntimeError):
+    """Memory or disk would not hold what is to be made. Raised before anything is loaded or written."""
+
+    exit_code = 3

@@ -4,11 +4,12 @@ import sys
 
 import typer
 
-from leantune.errors import LeantuneError, MemoryBudgetError
+from leantune.errors import LeantuneError
 
 
 def command_line() -> typer.Typer:
     """The ``leantune`` command with its sub-commands."""
+    from leantune.cli import env, evaluate, merge
     from leantune.cli import profile as profile_command
     from leantune.cli.demo import demo
     from leantune.cli.plan import EXAMPLES as PLAN_EXAMPLES
@@ -31,14 +32,17 @@ def command_line() -> typer.Typer:
     app.command("plan", epilog=PLAN_EXAMPLES, context_settings=any_flag)(plan)
     app.command("profile", epilog=profile_command.EXAMPLES, context_settings=any_flag)(profile_command.profile)
     app.command("demo")(demo)
+    app.command("merge", epilog=merge.EXAMPLES)(merge.merge)
+    app.command("eval", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
+    app.command("env", epilog=env.EXAMPLES)(env.env)
     return app
 
 
 def main() -> None:
     """Entry point: a user's mistake ends with its message on stderr and exit code 2, not with a traceback; what does
-    not fit into a memory budget with exit code 3."""
+    not fit with exit code 3."""
     try:
         command_line()()
     except LeantuneError as error:
         print(f"leantune: {error}", file=sys.stderr)
-        sys.exit(3 if isinstance(error, MemoryBudgetError) else 2)
+        sys.exit(error.exit_code)

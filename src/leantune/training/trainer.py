@@ -96,25 +96,7 @@ class LeanTrainer(SFTTrainer):
         """(sum of the losses of trained tokens, how many there are)."""
         # The decoder is called past model.forward, where accelerate has put its autocast.
         with self.accelerator.autocast():
-            return self._summed(model, inputs)
-
-    def _summed(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        labels = shift_labels(inputs["labels"])
-        fed = {key: value for key, value in inputs.items() if key not in _UNUSED}
-        if self.lean.exact_savings:
-            inner = base_model(self.accelerator.unwrap_model(model))
-            head = inner.get_output_embeddings()
-            hidden = inner.get_decoder()(**fed, use_cache=False).last_hidden_state
-            scale, softcap = logit_settings(inner)
-            total = linear_cross_entropy(
-                hidden, head.weight, labels, bias=head.bias, reduction="sum", logit_scale=scale, softcap=softcap
-            )
-        else:
-            logits = model(**fed, use_cache=False).logits.float()
-            total = nn.functional.cross_entropy(
-                logits.flatten(0, -2), labels.flatten(), ignore_index=-100, reduction="sum"
-            )
-        return total, (labels != -100).sum().clamp(min=1)
+            return summed_loss(self.accelerator.unwrap_model(model), inputs, self.lean.exact_savings)
 
     # -- held-out loss ----------------------------------------------------------------------------------------------
 
@@ -223,6 +205,30 @@ class LeanTrainer(SFTTrainer):
     def _last_good(self) -> str:
         found = checkpoints(self._folder)
         return f"The last good checkpoint is {found[-1]}." if found else "There is no checkpoint yet."
+
+
+def summed_loss(model: Any, inputs: dict[str, Any], exact_savings: bool) -> tuple[Tensor, Tensor]:
+    """(sum of the losses of a batch's trained tokens, how many there are), in nats.
+
+    Args:
+        model: a causal language model, adapters and all.
+        inputs: ``input_ids`` and ``labels`` (-100 where nothing is learnt), and what else the model is fed.
+        exact_savings: the loss without logits; else full logits in float32.
+    """
+    labels = shift_labels(inputs["labels"])
+    fed = {key: value for key, value in inputs.items() if key not in _UNUSED}
+    if exact_savings:
+        inner = base_model(model)
+        head = inner.get_output_embeddings()
+        hidden = inner.get_decoder()(**fed, use_cache=False).last_hidden_state
+        scale, softcap = logit_settings(inner)
+        total = linear_cross_entropy(
+            hidden, head.weight, labels, bias=head.bias, reduction="sum", logit_scale=scale, softcap=softcap
+        )
+    else:
+        logits = model(**fed, use_cache=False).logits.float()
+        total = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=-100, reduction="sum")
+    return total, (labels != -100).sum().clamp(min=1)
 
 
 def base_model(model: Any) -> Any:
