@@ -32,17 +32,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import leantune as lt
 from leantune.kernels.half_linear import use_fp32_products
-from leantune.memory.parts import LABELS, PARTS
-from leantune.memory.plan import Plan, plan_run
-from leantune.memory.process import (
+from leantune.memory.measured.process import (
     machine_memory,
     process_peak,
     reset_process_peak,
     return_freed_memory,
     return_large_frees,
 )
+from leantune.memory.parts import LABELS, PARTS
 from leantune.memory.sizes import format_bytes, parse_size
-from leantune.memory.trace import exact_loss
+from leantune.memory.traced.plan import Plan, plan_run
+from leantune.memory.traced.trace import exact_loss
 
 COLUMNS = [
     "layers",

@@ -27,7 +27,7 @@ from rows import ResultRows
 from torch import Tensor, nn
 
 import leantune as lt
-from leantune.memory.trace import exact_loss, token_batch
+from leantune.memory.traced.trace import exact_loss, token_batch
 
 COLUMNS = ("side", "checkpointing", "length", "threads", "rounds", "median_ms", "speed_ratio", "ratio_min", "ratio_max")
 SIDES = ("ordinary", "none", "per_tensor", "global")

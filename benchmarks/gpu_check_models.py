@@ -19,8 +19,8 @@ from leantune.activations.saved_bytes import SavedBytes
 from leantune.activations.velora.projection import SubTokens
 from leantune.backward.clip import clip_factor, combined_norm
 from leantune.codec.trits import unpack_trits
-from leantune.memory.plan import plan_run
-from leantune.memory.trace import exact_loss
+from leantune.memory.traced.plan import plan_run
+from leantune.memory.traced.trace import exact_loss
 from leantune.optim.base import LeanOptimizer
 from leantune.optim.gradient import squared_norm
 

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 import leantune as lt
 from leantune.activations.loss import TILE_BYTES
-from leantune.memory.process import return_large_frees
+from leantune.memory.measured.process import return_large_frees
+from leantune.memory.measured.tracker import track
 from leantune.memory.sizes import format_bytes, parse_size
-from leantune.memory.tracker import track
 
 COLUMNS = [
     "rule",

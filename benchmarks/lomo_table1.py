@@ -6,8 +6,8 @@ byte of weights.
 
 The paper's setting: batches of 8 sequences of 512 tokens, 16-bit weights and gradients; AdamW and SGD keep fp32 master
 copies; LOMO applies and frees each gradient inside backward. Each row is one training step walked on fake tensors
-(`leantune.memory.trace`), twice over: through the graph of 2023 (`llama_2023.py`), to be held against the paper's
-figures, and through today's (transformers' Llama, scaled dot-product attention, the loss without logits), which is
+(`leantune.memory.traced.trace`), twice over: through the graph of 2023 (`llama_2023.py`), to be held against the
+paper's figures, and through today's (transformers' Llama, scaled dot-product attention, the loss without logits), which is
 what a run with this package keeps. "Activations" are all that forward keeps for backward, logits included.
 """
 
@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import leantune as lt
+from leantune.memory.measured.timeline import MemoryTimeline
+from leantune.memory.measured.tracker import tensors_in
 from leantune.memory.parts import ACTIVATIONS, GRADIENTS, LOSS, OPTIMIZER_STATES, WEIGHTS
 from leantune.memory.sizes import GIB
-from leantune.memory.timeline import MemoryTimeline
-from leantune.memory.trace import TracedStep, decoder_and_head, token_batch, trace_step
-from leantune.memory.tracker import tensors_in
-from leantune.memory.update_cost import UpdateCost
+from leantune.memory.traced.trace import TracedStep, decoder_and_head, token_batch, trace_step
+from leantune.memory.traced.update_cost import UpdateCost
 
 BATCH, LENGTH = 8, 512
 COLUMNS = (

@@ -31,9 +31,9 @@ from torch.nn import functional as F
 import leantune as lt
 from leantune.activations.loss import TILE_BYTES
 from leantune.kernels.half_linear import half_linear
-from leantune.memory.process import process_peak, reset_process_peak, return_freed_memory, return_large_frees
+from leantune.memory.measured.process import process_peak, reset_process_peak, return_freed_memory, return_large_frees
+from leantune.memory.measured.tracker import track
 from leantune.memory.sizes import format_bytes, parse_size
-from leantune.memory.tracker import track
 
 COLUMNS = [
     "side",

@@ -26,8 +26,8 @@ from torch import nn
 import leantune as lt
 from leantune.kernels.half_linear import use_fp32_products
 from leantune.memory import MemoryTracker, plan_run, process_peak, reset_process_peak
-from leantune.memory.process import return_freed_memory, return_large_frees
-from leantune.memory.trace import exact_loss, token_batch
+from leantune.memory.measured.process import return_freed_memory, return_large_frees
+from leantune.memory.traced.trace import exact_loss, token_batch
 
 COLUMNS = (
     "model", "method", "optim", "fused", "velora", "checkpointing", "batch", "length",

@@ -44,8 +44,8 @@ from torch import Tensor, nn
 
 import leantune as lt
 from leantune.errors import NonFiniteError
+from leantune.memory.measured.tracker import MemoryTracker
 from leantune.memory.parts import ACTIVATIONS, GRADIENTS, LOSS, OPTIMIZER_STATES, WEIGHTS
-from leantune.memory.tracker import MemoryTracker
 
 BATCH, EPOCHS, CLIP = 16, 1, 1.0
 SEARCH_TRAINED, SEARCH_JUDGED = range(400), range(800, TRAINED)

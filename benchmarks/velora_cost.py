@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import leantune as lt
 from leantune.kernels.half_linear import use_fp32_products
-from leantune.memory.process import return_large_frees
+from leantune.memory.measured.process import return_large_frees
 
 COLUMNS = (
     "side",

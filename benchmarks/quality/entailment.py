@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from leantune.kernels.half_linear import use_fp32_products
-from leantune.memory.trace import decoder_and_head
+from leantune.memory.traced.trace import decoder_and_head
 from quality.sentence_pairs import RTE_SOURCE
 from quality.task import MissingData
 

@@ -21,8 +21,8 @@ _HOMES = {
     "apply_exact_savings": "leantune.activations.exact.apply",
     "linear_cross_entropy": "leantune.activations.loss",
     "attach": "leantune.training.attach",
-    "plan": "leantune.training.planning",
-    "profile": "leantune.training.profile",
+    "plan": "leantune.training.planning.plan",
+    "profile": "leantune.training.profiling.profile",
 }
 
 __all__ = ["__version__", *_HOMES]

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = (
-    "leantune", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors", "bitsandbytes", "lm_eval",
-    "triton",
+    "leantune", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors", "bitsandbytes",
+    "lm_eval", "triton",
 )  # fmt: skip
-"""Those whose versions are told; read from their metadata, so that a package that cannot be imported is told as well."""
+"""Those whose versions are told; read from their metadata, so that one that cannot be imported is told as well."""
 MISSING = "not installed"
 _VARIABLES = (
     "CUDA_VISIBLE_DEVICES",

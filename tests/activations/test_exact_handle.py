@@ -25,7 +25,7 @@ from leantune.activations.exact.random_state import state_bytes
 from leantune.errors import BackwardError, InvalidArgumentError, InvalidTypeError, StateMismatchError
 from leantune.kernels import half_linear
 from leantune.memory import MemoryTracker, plan_run
-from leantune.memory.trace import full_logits_loss
+from leantune.memory.traced.trace import full_logits_loss
 
 RNG = state_bytes(torch.device("cpu"))
 WIDE, NARROW = 4, 2  # bytes of fp32 and bf16

@@ -18,7 +18,7 @@ from leantune.activations.logit_tiles import LogitTiles, TileCost, plan_tiles
 from leantune.activations.loss import linear_cross_entropy, shift_labels
 from leantune.activations.tiled_cross_entropy import TiledCrossEntropy
 from leantune.errors import InvalidArgumentError, InvalidTypeError
-from leantune.memory.tracker import track
+from leantune.memory.measured.tracker import track
 
 TOKENS, WIDTH, VOCABULARY = 23, 16, 67
 

@@ -16,7 +16,7 @@ from leantune.activations.tiled_cross_entropy import _Walks
 from leantune.backward.graph import head_nodes
 from leantune.errors import BackwardError, InvalidArgumentError, InvalidTypeError, NonFiniteError
 from leantune.kernels.native import reference_rule
-from leantune.memory.tracker import track
+from leantune.memory.measured.tracker import track
 from leantune.optim.gradient import NORM_CHUNK, TiledGradient, gradient_tiles, squared_norm
 
 VOCABULARY, WIDTH, TOKENS = 500, 64, 72

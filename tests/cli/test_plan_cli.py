@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 import leantune as lt
 from leantune.cli import command_line
 from leantune.errors import LeantuneError
-from leantune.memory.calibration import calibration
-from leantune.memory.stages import TOTAL, StageRow
+from leantune.memory.reports.calibration import calibration
+from leantune.memory.reports.stages import TOTAL, StageRow
 from leantune.training.config import load_config
 
 SIZES = {

@@ -34,8 +34,8 @@ def test_clean_data_end_with_0_and_show_a_row_with_its_trained_tokens(
 
 
 def test_trained_tokens_are_green_and_the_others_dim(tokenizer) -> None:
-    from leantune.training.data_tables import rendered
-    from leantune.training.encoding import encode
+    from leantune.training.data.encoding import encode
+    from leantune.training.data.tables import rendered
 
     text = rendered(*encode(GOOD, tokenizer), tokenizer)
     parts = {str(span.style): text.plain[span.start : span.end] for span in text.spans}

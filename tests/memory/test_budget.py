@@ -7,9 +7,9 @@ from torch import nn
 
 from leantune.errors import MemoryBudgetError
 from leantune.memory import MemoryTracker
-from leantune.memory.process import is_out_of_memory
-from leantune.memory.shortage import shortage_of
-from leantune.memory.trace import exact_loss
+from leantune.memory.measured.process import is_out_of_memory
+from leantune.memory.reports.shortage import shortage_of
+from leantune.memory.traced.trace import exact_loss
 
 
 class Stack(nn.Module):

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from leantune.errors import InvalidArgumentError
-from leantune.memory.calibration import CALIBRATION_FILE, calibration, read_calibration
-from leantune.memory.stages import STEP, TOTAL, StageMeasurement, stage_rows
+from leantune.memory.reports.calibration import CALIBRATION_FILE, calibration, read_calibration
+from leantune.memory.reports.stages import STEP, TOTAL, StageMeasurement, stage_rows
 
 PLANNED = {STEP: {"weights": 100, "gradients": 50, "total": 150}, "forward": {"total": 90}}
 MEASURED = [

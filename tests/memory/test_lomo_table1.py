@@ -14,10 +14,10 @@ from lomo_table1 import GRAPHS, METHODS, PAPER, ROWS, Parts, Shape, parts_of, tr
 from rows import ResultRows
 
 import leantune as lt
+from leantune.memory.measured.tracker import MemoryTracker
 from leantune.memory.parts import ACTIVATIONS, GRADIENTS, LOSS, OPTIMIZER_STATES, WEIGHTS
 from leantune.memory.sizes import GIB
-from leantune.memory.trace import token_batch
-from leantune.memory.tracker import MemoryTracker
+from leantune.memory.traced.trace import token_batch
 
 SMALL = Shape(vocabulary=512, width=64, inner=160, layers=2, heads=4)
 trace_7b = functools.cache(lambda method, checkpointing: traced("2023", method, checkpointing))

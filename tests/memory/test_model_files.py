@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from leantune.errors import InvalidArgumentError
-from leantune.memory.model_files import read_config, read_weight_files
+from leantune.memory.budget.model_files import read_config, read_weight_files
 
 
 def test_headers_give_sizes_without_reading_a_weight(tmp_path):

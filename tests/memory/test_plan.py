@@ -9,10 +9,10 @@ from torch import nn
 
 import leantune as lt
 from leantune.errors import InvalidArgumentError
-from leantune.memory.plan import Plan, plan_run
-from leantune.memory.trace import exact_loss, full_logits_loss
-from leantune.memory.tracker import MemoryTracker, track
-from leantune.memory.update_cost import update_cost
+from leantune.memory.measured.tracker import MemoryTracker, track
+from leantune.memory.traced.plan import Plan, plan_run
+from leantune.memory.traced.trace import exact_loss, full_logits_loss
+from leantune.memory.traced.update_cost import update_cost
 
 LOSSES = {"exact": exact_loss, "full_logits": full_logits_loss}
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from leantune.errors import InvalidArgumentError
-from leantune.memory.plots import plot_loss, plot_memory
-from leantune.memory.tracker import MemoryTracker
+from leantune.memory.measured.tracker import MemoryTracker
+from leantune.memory.reports.plots import plot_loss, plot_memory
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def has_colour(image, colour, at_least):
 
 
 def test_memory_picture_shows_each_part(timeline, tmp_path):
-    from leantune.memory.plots import COLOURS
+    from leantune.memory.reports.plots import COLOURS
 
     path = plot_memory(timeline, tmp_path / "deep" / "memory.png", plan_total=timeline.peak_bytes * 2, title="128 x 1")
     image = pixels(path)
@@ -43,7 +43,7 @@ def test_memory_picture_shows_each_part(timeline, tmp_path):
 
 
 def test_loss_picture_with_and_without_held_out_points(tmp_path):
-    from leantune.memory.plots import COLOURS
+    from leantune.memory.reports.plots import COLOURS
 
     steps = list(range(1, 61))
     losses = [3.0 / step for step in steps]

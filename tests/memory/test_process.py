@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from leantune.memory.process import machine_memory, process_peak, reset_process_peak, return_freed_memory
+from leantune.memory.measured.process import machine_memory, process_peak, reset_process_peak, return_freed_memory
 
 BLOCK = 64 << 20
 

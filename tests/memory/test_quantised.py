@@ -9,7 +9,7 @@ from torch import nn
 import leantune as lt
 from leantune.memory import MemoryTracker, plan_run
 from leantune.memory.quantised import elements, scales, storage
-from leantune.memory.trace import exact_loss
+from leantune.memory.traced.trace import exact_loss
 
 bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from leantune.memory import MemoryTracker
-from leantune.memory import machine as machine_module
-from leantune.memory.cuda_allocator import CudaAllocator
-from leantune.memory.machine import ProcessUse, describe_machine, other_processes, versions
-from leantune.memory.profile import MemoryProfile
-from leantune.memory.report import render_report, write_report
-from leantune.memory.shortage import MemoryShortage
-from leantune.memory.stages import FORWARD_STAGE, STEP, StageMeasurement, stage_rows
+from leantune.memory.measured import machine as machine_module
+from leantune.memory.measured.cuda_allocator import CudaAllocator
+from leantune.memory.measured.machine import ProcessUse, describe_machine, other_processes, versions
+from leantune.memory.reports.profile import MemoryProfile
+from leantune.memory.reports.report import render_report, write_report
+from leantune.memory.reports.shortage import MemoryShortage
+from leantune.memory.reports.stages import FORWARD_STAGE, STEP, StageMeasurement, stage_rows
 
 VOID = {"meta", "br", "rect", "line", "path", "use", "img"}
 

@@ -5,19 +5,19 @@ from dataclasses import replace
 import pytest
 
 from leantune.errors import InvalidArgumentError
-from leantune.memory.advice import FREE, advise
+from leantune.memory.budget.advice import FREE, advise
+from leantune.memory.budget.comparison import compare, comparison_rows
+from leantune.memory.budget.gpus import card_bytes
+from leantune.memory.budget.largest import MOST_ROWS, largest, parameters, solve
+from leantune.memory.budget.run_stages import COMMUNICATION, CONTEXT, stage_bytes
+from leantune.memory.budget.sharding import ALONE, Parallel, rank_share
+from leantune.memory.budget.sweep import plot_sweep, sweep
 from leantune.memory.closed_form.model_shape import ModelShape
 from leantune.memory.closed_form.optimizer_cost import OptimizerCost, Trained
 from leantune.memory.closed_form.settings import RunSettings
 from leantune.memory.closed_form.weights import WeightTable
-from leantune.memory.comparison import compare, comparison_rows
-from leantune.memory.gpus import card_bytes
-from leantune.memory.largest import MOST_ROWS, largest, parameters, solve
 from leantune.memory.parts import ACTIVATIONS, GRADIENTS, LOSS, OPTIMIZER_STATES, WEIGHTS
-from leantune.memory.run_stages import COMMUNICATION, CONTEXT, stage_bytes
-from leantune.memory.sharding import ALONE, Parallel, rank_share
 from leantune.memory.sizes import GIB
-from leantune.memory.sweep import plot_sweep, sweep
 
 LLAMA_7B = ModelShape("llama", 32_000, 4096, 32, 32, 32, 128, 11_008, tied=False)
 LLAMA_8B = ModelShape("llama", 128_256, 4096, 32, 32, 8, 128, 14_336, tied=False)

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from leantune.errors import BackwardError
+from leantune.memory.measured.tracker import MemoryTracker, track
 from leantune.memory.parts import PARTS
-from leantune.memory.tracker import MemoryTracker, track
 
 TOKENS, WIDTH, HIDDEN = 32, 64, 128
 F32 = 4

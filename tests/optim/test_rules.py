@@ -7,7 +7,7 @@ from torch import Tensor
 
 import leantune as lt
 from leantune.kernels import native
-from leantune.memory import tracker
+from leantune.memory.measured import tracker
 from leantune.optim import ternary_adamw
 from leantune.optim.base import LeanOptimizer
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import leantune as lt
 from leantune.codec.float8 import decode_columns, encode_columns
 from leantune.errors import InvalidArgumentError, InvalidTypeError, StateMismatchError
-from leantune.memory import tracker
+from leantune.memory.measured import tracker
 from leantune.optim import taco_one_sparse as rule
 from leantune.optim.base import LeanOptimizer
 from leantune.optim.row_shard import row_shard

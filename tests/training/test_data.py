@@ -8,10 +8,10 @@ import pytest
 
 from leantune.errors import ConfigError
 from leantune.training.config import TrainConfig
-from leantune.training.data import load_data
-from leantune.training.encoding import encode
-from leantune.training.problems import BadRowError
-from leantune.training.shapes import detect
+from leantune.training.data.encoding import encode
+from leantune.training.data.load import load_data
+from leantune.training.data.problems import BadRowError
+from leantune.training.data.shapes import detect
 
 
 def trained_text(row: dict, tokenizer) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 from leantune.errors import ConfigError
 from leantune.training.config import build_config
-from leantune.training.data import PreparedData, examine, load_data
+from leantune.training.data.load import PreparedData, examine, load_data
 from leantune.training.pretrained import ModelLimits
 
 
@@ -154,7 +154,7 @@ def test_rows_on_their_way_are_not_held_in_memory(tmp_path: Path, tokenizer, mon
     """500 rows of 400 tokens are 14 MB as lists of Python's integers; a batch here is 8,192 tokens, 0.6 MB."""
     import tracemalloc
 
-    from leantune.training import row_stream, token_rows
+    from leantune.training.data import row_stream, token_rows
 
     path = texts(tmp_path, "d.jsonl", *(f"row {n}" for n in range(500)))
     monkeypatch.setattr(token_rows, "_TOKENS_A_BATCH", 2**13)

@@ -11,7 +11,7 @@ from training.malformed.tables_and_folders import TABLES
 
 from leantune.errors import ConfigError
 from leantune.training.config import build_config, load_config
-from leantune.training.data import examine, load_data
+from leantune.training.data.load import examine, load_data
 from leantune.training.pretrained import ModelLimits
 
 LIMITS = ModelLimits(embedding_rows=320, positions=512)

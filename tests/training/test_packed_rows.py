@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from leantune.errors import ConfigError
 from leantune.training import run as run_module
-from leantune.training.packed_rows import check_packed_rows_apart
+from leantune.training.data.packed_rows import check_packed_rows_apart
 from leantune.training.run import train
 
 

@@ -14,14 +14,14 @@ from typer.testing import CliRunner
 
 from leantune.cli import command_line
 from leantune.errors import MemoryBudgetError
-from leantune.memory.calibration import read_calibration
-from leantune.memory.stages import FIRST_STEP, RESUME, STAGES, STEP, TOTAL
-from leantune.training import profile as profiling
-from leantune.training import resumed_step
-from leantune.training.data import PreparedData
-from leantune.training.data_report import DataReport
-from leantune.training.longest import longest_first
-from leantune.training.remedies import remedies
+from leantune.memory.reports.calibration import read_calibration
+from leantune.memory.reports.stages import FIRST_STEP, RESUME, STAGES, STEP, TOTAL
+from leantune.training.data.load import PreparedData
+from leantune.training.data.report import DataReport
+from leantune.training.planning.remedies import remedies
+from leantune.training.profiling import profile as profiling
+from leantune.training.profiling import resumed_step
+from leantune.training.profiling.longest import longest_first
 
 QUIET = Console(quiet=True)
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from leantune.errors import InvalidArgumentError
+from leantune.memory.budget.run_stages import stage_bytes
 from leantune.memory.closed_form.model_shape import ModelShape
 from leantune.memory.closed_form.settings import RunSettings
-from leantune.memory.run_stages import stage_bytes
 from leantune.memory.sizes import GIB
-from leantune.training.recipe import choose_recipe, ladder
+from leantune.training.planning.recipe import choose_recipe, ladder
 
 LLAMA_8B = ModelShape("llama", 128_256, 4096, 32, 32, 8, 128, 14_336, tied=False)
 SETTINGS = RunSettings(1, 2048)

@@ -13,10 +13,10 @@ from tiny_runs import tiny_config, without_pictures, write_rows
 from transformers import AutoModelForCausalLM
 
 from leantune.errors import ConfigError, StateMismatchError
-from leantune.training import data as data_module
 from leantune.training import run as run_module
-from leantune.training import streaming
-from leantune.training.data import load_data
+from leantune.training.data import load as data_module
+from leantune.training.data import streaming
+from leantune.training.data.load import load_data
 from leantune.training.run import train
 
 QUIET = Console(quiet=True)

@@ -45,7 +45,7 @@ def evaluate(
     ),
 ) -> None:
     """The held-out loss (nats a token, perplexity) by training's own loader and loss, and tasks of lm-eval."""
-    from leantune.training.evaluation import evaluate as run_evaluate
+    from leantune.training.saved.evaluation import evaluate as run_evaluate
 
     run_evaluate(
         model,

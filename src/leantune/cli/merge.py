@@ -36,6 +36,6 @@ def merge(
     ),
 ) -> None:
     """Merge an adapter into its base, reload the result from disk, and compare its logits with the unmerged model's."""
-    from leantune.training.merge import merge as run_merge
+    from leantune.training.saved.merge import merge as run_merge
 
     run_merge(run, output_dir, model_name_or_path=model_name_or_path, dtype=dtype, base=base)

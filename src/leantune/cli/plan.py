@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from leantune.memory.run_plan import RunPlan
+    from leantune.memory.budget.run_plan import RunPlan
 
 EXAMPLES = """Examples:
 
@@ -50,7 +50,7 @@ def plan(
     from leantune.training.config import load_config
 
     config = load_config(path, given, planning=True)
-    from leantune.training.planning import plan as plan_config
+    from leantune.training.planning.plan import plan as plan_config
 
     found = plan_config(
         config,
@@ -70,12 +70,12 @@ def plan(
 
 
 def _more(found: "RunPlan", *, compare: bool, sweep: Path | None) -> None:
+    from leantune.memory.budget.comparison import compare as compare_ways
+    from leantune.memory.budget.comparison import comparison_rows
+    from leantune.memory.budget.model_files import read_config
+    from leantune.memory.budget.run_plan import columns
+    from leantune.memory.budget.sweep import plot_sweep
     from leantune.memory.closed_form.model_shape import ModelShape
-    from leantune.memory.comparison import compare as compare_ways
-    from leantune.memory.comparison import comparison_rows
-    from leantune.memory.model_files import read_config
-    from leantune.memory.run_plan import columns
-    from leantune.memory.sweep import plot_sweep
 
     shape, budget = ModelShape.of_config(read_config(found.model)), found.budgets.memory
     if compare:

@@ -29,7 +29,7 @@ def profile(
     from leantune.training.config import load_config
 
     config = load_config(path, given)
-    from leantune.training.profile import profile as run
+    from leantune.training.profiling.profile import profile as run
 
     if run(config).shortage is not None:
         raise typer.Exit(3)

@@ -46,8 +46,8 @@ def validate(
     config = load_config(path, given)
     from rich.console import Console
 
-    from leantune.training.data import VALIDATED_OF_A_STREAM, examine
-    from leantune.training.data_tables import print_report
+    from leantune.training.data.load import VALIDATED_OF_A_STREAM, examine
+    from leantune.training.data.tables import print_report
     from leantune.training.pretrained import load_tokenizer, model_limits
 
     tokenizer = load_tokenizer(config.model_name_or_path)

@@ -12,13 +12,13 @@ In a training run::
     reset_process_peak(); ...; process_peak().peak    # the operating system's view
 """
 
-from leantune.memory.calibration import Calibration, read_calibration
+from leantune.memory.measured.process import ProcessMemory, process_peak, reset_process_peak
+from leantune.memory.measured.timeline import MemoryTimeline
+from leantune.memory.measured.tracker import MemoryTracker, track
 from leantune.memory.parts import LABELS, PARTS
-from leantune.memory.plan import Plan, plan_run
-from leantune.memory.process import ProcessMemory, process_peak, reset_process_peak
+from leantune.memory.reports.calibration import Calibration, read_calibration
 from leantune.memory.sizes import format_bytes, parse_size
-from leantune.memory.timeline import MemoryTimeline
-from leantune.memory.tracker import MemoryTracker, track
+from leantune.memory.traced.plan import Plan, plan_run
 
 __all__ = [
     "LABELS",

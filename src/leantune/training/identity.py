@@ -9,7 +9,7 @@ from typing import Any
 
 from leantune.errors import StateMismatchError
 from leantune.training.config import TrainConfig
-from leantune.training.data import PreparedData
+from leantune.training.data.load import PreparedData
 
 IDENTITY_FILE = "run_identity.json"
 _SETTINGS = (

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from leantune.memory import process_peak
-from leantune.memory.plots import plot_loss
+from leantune.memory.reports.plots import plot_loss
 from leantune.training.moved import MovedShare
 
 

@@ -20,15 +20,15 @@ from leantune.activations.velora.report import VeloraReport
 from leantune.errors import ConfigError, InvalidArgumentError
 from leantune.kernels.half_linear import use_fp32_products
 from leantune.memory import MemoryTimeline, MemoryTracker, Plan, format_bytes, parse_size, plan_run
-from leantune.memory.plots import plot_memory
+from leantune.memory.reports.plots import plot_memory
 from leantune.training.checkpoints import VELORA_FILE, at_the_end, check_checkpoint, checkpoints, holds_model
 from leantune.training.config import LORA_METHODS, TrainConfig
-from leantune.training.data import PreparedData, load_data
+from leantune.training.data.load import PreparedData, load_data
+from leantune.training.data.packed_rows import check_packed_rows_apart
 from leantune.training.identity import check_identity, write_identity
 from leantune.training.log import RunLog
 from leantune.training.moved import MovedShare
 from leantune.training.optimizers import build_optimizer
-from leantune.training.packed_rows import check_packed_rows_apart
 from leantune.training.pretrained import load_tokenizer, model_limits
 from leantune.training.progress import ProgressBar
 from leantune.training.quantised_base import check_bitsandbytes, check_trainable, quantisation, settle

@@ -13,7 +13,7 @@ from leantune.memory.quantised import elements, storage
 from leantune.optim.base import LeanOptimizer
 from leantune.optim.ternary_adamw import TernaryAdamW
 from leantune.training.config import TrainConfig
-from leantune.training.data import PreparedData
+from leantune.training.data.load import PreparedData
 from leantune.training.quantised_base import compute_dtype, described
 
 if TYPE_CHECKING:

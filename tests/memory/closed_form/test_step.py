@@ -14,8 +14,8 @@ from leantune.memory.closed_form.settings import RunSettings, quantised_bytes
 from leantune.memory.closed_form.step import walk_evaluation, walk_step
 from leantune.memory.closed_form.weights import WeightTable
 from leantune.memory.parts import ACTIVATIONS, INPUTS, LOSS, OPTIMIZER_STATES, WEIGHTS
-from leantune.memory.trace import TracedStep, exact_loss, full_logits_loss, token_batch, trace_step
-from leantune.memory.update_cost import UpdateCost
+from leantune.memory.traced.trace import TracedStep, exact_loss, full_logits_loss, token_batch, trace_step
+from leantune.memory.traced.update_cost import UpdateCost
 
 RULES = {
     "lomo": lt.Lomo,

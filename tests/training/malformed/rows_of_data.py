@@ -2,7 +2,7 @@
 
 from training.malformed.case import ANSWERED, ASKED, GOOD, Case, chat, line, rows
 
-from leantune.training.shapes import ACCEPTED
+from leantune.training.data.shapes import ACCEPTED
 
 ROWS = [
     Case(

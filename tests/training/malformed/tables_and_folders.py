@@ -6,7 +6,7 @@ from typing import Any
 
 from training.malformed.case import GOOD, Case, rows
 
-from leantune.training.shapes import ACCEPTED
+from leantune.training.data.shapes import ACCEPTED
 
 
 def parquet(rows: list[dict[str, Any]]) -> Callable[[Path], None]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from leantune.codec.tiles import TILE_ELEMENTS
 from leantune.errors import InvalidArgumentError
-from leantune.memory.update_cost import STEP_COUNT_BYTES
+from leantune.memory.traced.update_cost import STEP_COUNT_BYTES
 from leantune.optim.base import LeanOptimizer
 
 RULES = {

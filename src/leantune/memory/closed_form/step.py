@@ -10,12 +10,12 @@ from leantune.memory.closed_form.operators import INDEX, Operators
 from leantune.memory.closed_form.settings import RunSettings
 from leantune.memory.closed_form.tape import Block, Tape
 from leantune.memory.closed_form.weights import WeightTable
+from leantune.memory.measured.timeline import MemoryTimeline
 from leantune.memory.parts import INPUTS, OPTIMIZER_STATES, UPDATE, WEIGHTS
-from leantune.memory.timeline import MemoryTimeline
 
 
 def walk_step(shape: ModelShape, settings: RunSettings, table: WeightTable) -> MemoryTimeline:
-    """A steady step: forward, backward and update, as `leantune.memory.trace` walks it on fake tensors."""
+    """A steady step: forward, backward and update, as `leantune.memory.traced.trace` walks it on fake tensors."""
     accumulate = 2 if settings.accumulate == "bfloat16" else 4
     walk = _Walk(shape, settings, table, Tape(accumulate=accumulate))
     walk.train()

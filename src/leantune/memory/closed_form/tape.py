@@ -13,8 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
+from leantune.memory.measured.timeline import BACKWARD, FORWARD, PHASES, MemoryTimeline, resolve
 from leantune.memory.parts import ACTIVATIONS, GRADIENTS, PARTS, RECOMPUTE, TEMPORARIES, UPDATE
-from leantune.memory.timeline import BACKWARD, FORWARD, PHASES, MemoryTimeline, resolve
 
 FLOAT = 4
 Does = Literal["kept", "applied", "dropped", "gathered"]

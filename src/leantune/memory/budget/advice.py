@@ -1,0 +1,143 @@
+"""What would make a run smaller: each change with the bytes it saves and what it costs, cheapest first."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from leantune.errors import InvalidArgumentError
+from leantune.memory.budget.run_stages import stage_bytes
+from leantune.memory.budget.sharding import Parallel
+from leantune.memory.closed_form.model_shape import ModelShape
+from leantune.memory.closed_form.settings import RunSettings
+from leantune.memory.sizes import format_bytes
+
+FREE, SPEED, QUALITY, DATA = 0, 1, 2, 3
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One change: what to write, bytes saved at the peak, and its cost in words."""
+
+    change: str
+    saved: int
+    cost: str
+    rank: int
+    """0: costs nothing, 1: time, 2: another training, 3: less of the data."""
+    suffices: bool
+    """With this change alone the memory budget holds."""
+
+    def __str__(self) -> str:
+        enough = "; this alone is enough" if self.suffices else ""
+        return f"{self.change}: saves {format_bytes(self.saved)}; {self.cost}{enough}"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A candidate."""
+
+    change: str
+    settings: RunSettings
+    cost: str
+    rank: int
+
+
+def advise(
+    shape: ModelShape, settings: RunSettings, parallel: Parallel, total: int, budget: int | None
+) -> tuple[Advice, ...]:
+    """Every change that saves something, cheapest kind first, within a kind the largest saving first."""
+    found = []
+    for candidate in changes(shape, settings):
+        try:
+            after = stage_bytes(shape, candidate.settings, parallel).peak.total
+        except InvalidArgumentError:
+            continue
+        if after < total:
+            enough = budget is not None and after <= budget < total
+            found.append(Advice(candidate.change, total - after, candidate.cost, candidate.rank, enough))
+    return tuple(sorted(found, key=lambda advice: (advice.rank, -advice.saved)))
+
+
+def changes(shape: ModelShape, settings: RunSettings) -> Iterator[Change]:
+    """All changes that a run with these settings can make."""
+    if not settings.exact_loss:
+        yield Change(
+            "exact_savings: true", replace(settings, exact_loss=True), "nothing: the same loss without logits", FREE
+        )
+    ours = settings.optim in ("ternary_adamw", "adamw", "lomo", "adalomo", "taco_one_sparse")
+    if ours and not settings.fused and settings.micro_batches == 1:
+        yield Change(
+            "fused_backward: true",
+            replace(settings, fused=True),
+            "clips per tensor; exact global clipping takes a second backward",
+            FREE,
+        )
+    yield from _time_for_memory(settings)
+    yield from _other_trainings(shape, settings)
+    if settings.length > 64:
+        yield Change(
+            f"max_length: {settings.length // 2}",
+            replace(settings, length=settings.length // 2),
+            "longer rows are cut",
+            DATA,
+        )
+
+
+def _time_for_memory(settings: RunSettings) -> Iterator[Change]:
+    every = settings.checkpoint_every
+    if every == 0 or every > 2:
+        yield Change(
+            "gradient_checkpointing: true, gradient_checkpointing_kwargs: {every_n_layers: 2}",
+            replace(settings, checkpoint_every=2, velora_targets=()),
+            "every second block runs forward twice: about a sixth more time",
+            SPEED,
+        )
+    if every != 1:
+        yield Change(
+            "gradient_checkpointing: true",
+            replace(settings, checkpoint_every=1, velora_targets=()),
+            "every block runs forward twice: about a third more time",
+            SPEED,
+        )
+    if settings.batch_size > 1:
+        half = settings.batch_size // 2
+        yield Change(
+            f"per_device_train_batch_size: {half}",
+            replace(settings, batch_size=half),
+            "smaller steps; a little less throughput",
+            SPEED,
+        )
+
+
+def _other_trainings(shape: ModelShape, settings: RunSettings) -> Iterator[Change]:
+    if settings.dtype == "float32":
+        yield Change(
+            "dtype: bfloat16",
+            replace(settings, dtype="bfloat16"),
+            "weights of 16 bits, stochastically rounded",
+            QUALITY,
+        )
+    if settings.method == "full":
+        plain = replace(settings, optimizer_options={}, fused=True, micro_batches=1)
+        if settings.optim != "ternary_adamw":
+            yield Change(
+                "optim: ternary_adamw",
+                replace(plain, optim="ternary_adamw"),
+                "states as trits; AdamW's quality so far",
+                QUALITY,
+            )
+        yield Change(
+            "optim: taco_one_sparse", replace(plain, optim="taco_one_sparse"), "few weights move a step; needs a rate",
+            QUALITY,
+        )  # fmt: skip
+        yield Change("optim: lomo", replace(plain, optim="lomo"), "no momentum; needs a rate", QUALITY)
+        if not settings.checkpoint_every and not shape.experts and not settings.velora_targets:
+            yield Change(
+                "velora_target_modules: down_proj, o_proj",
+                replace(settings, velora_targets=("down_proj", "o_proj")),
+                "gradients of these layers are approximate",
+                QUALITY,
+            )
+        adapted = replace(settings, method="lora", optimizer_options={}, velora_targets=())
+        yield Change("method: lora", adapted, "trains adapters, not the weights", QUALITY)
+    if settings.method != "qlora" and not shape.experts:
+        adapted = replace(settings, method="qlora", optimizer_options={}, velora_targets=())
+        yield Change("method: qlora", adapted, "trains adapters over weights of 4 bits; slower products", QUALITY)

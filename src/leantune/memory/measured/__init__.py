@@ -1,0 +1,1 @@
+"""What a step or a stage used: tensors by part, and the process from outside."""

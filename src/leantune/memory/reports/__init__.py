@@ -1,0 +1,1 @@
+"""Profiles, their pages and pictures, and the calibration they leave."""

@@ -1,0 +1,1 @@
+"""What a step will use, from one step on fake tensors."""

@@ -1,0 +1,1 @@
+"""Rows of any shape, checked and tokenised."""

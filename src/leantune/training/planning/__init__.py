@@ -1,0 +1,1 @@
+"""From a config to a plan, and to the method that fits."""

@@ -1,0 +1,1 @@
+"""A few real steps of a run, every stage measured."""
