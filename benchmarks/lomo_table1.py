@@ -7,8 +7,8 @@ byte of weights.
 The paper's setting: batches of 8 sequences of 512 tokens, 16-bit weights and gradients; AdamW and SGD keep fp32 master
 copies; LOMO applies and frees each gradient inside backward. Each row is one training step walked on fake tensors
 (`leantune.memory.traced.trace`), twice over: through the graph of 2023 (`llama_2023.py`), to be held against the
-paper's figures, and through today's (transformers' Llama, scaled dot-product attention, the loss without logits), which is
-what a run with this package keeps. "Activations" are all that forward keeps for backward, logits included.
+paper's figures, and through today's (transformers' Llama, scaled dot-product attention, the loss without logits), which
+is what a run with this package keeps. "Activations" are all that forward keeps for backward, logits included.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
 Weights and states are counted, the update's temporaries are tried, and everything that forward and backward allocate
 comes from walking one step on fake tensors (`leantune.memory.traced.trace`). A figure here is bytes of tensors; what
-the process needs beside them is in `Plan.process_bytes` where it can be read. Every figure is for one batch size and one
-length.
+the process needs beside them is in `Plan.process_bytes` where it can be read. Every figure is for one batch size and
+one length.
 """
 
 import json
