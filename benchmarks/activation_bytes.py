@@ -58,7 +58,7 @@ COLUMNS = [
 SAVINGS = ("swiglu", "dropout", "shared_adapter_input")
 METHODS = {
     "full": ["plain", "swiglu", "velora", "velora+exact", *(f"checkpoint{n}" for n in (1, 2, 4))],
-    "lora": ["plain", *SAVINGS, "exact", *(f"checkpoint{n}" for n in (1, 2, 4))],
+    "lora": ["plain", *SAVINGS, "exact", "velora", "velora+exact", *(f"checkpoint{n}" for n in (1, 2, 4))],
 }
 for sides_of_method in METHODS.values():
     sides_of_method.extend(f"exact+checkpoint{n}" for n in (1, 2, 4))
