@@ -9,6 +9,7 @@ Full fine-tuning and LoRA (r = 16, all linear layers, dropout 0.05), bf16 weight
 hides what activations cost. A row of kind "trace" holds the bytes of a step walked on fake tensors; one of kind "step"
 those of a real one, its loss (equal to the plain one's where a side is exact), and its time against the plain step's:
 all sides run in one process, one after the other in every round; the median of the rounds' ratios and their extremes.
+Seconds are the process's own on its processors: others on the machine do not count.
 
 "activation_bytes" are alive when backward begins; "autograd_bytes" are those that autograd saves, weights aside, which
 do not show what checkpointing holds; "peak_bytes" is the most in use at once, weights included. Rows that exist are not
@@ -165,9 +166,9 @@ def measure(model: nn.Module, sides: list[str], tokens: int, rounds: int) -> dic
     for number in range(rounds):
         for side, result in found.items():
             with applied(model, side):
-                began = time.perf_counter()
+                began = time.process_time()
                 real_step(model, batch, optimizer)
-                result.seconds.append(time.perf_counter() - began)
+                result.seconds.append(time.process_time() - began)
             print(f"round {number}: {side} {result.seconds[-1]:.1f} s", flush=True)
     fused.remove()
     products.remove()
