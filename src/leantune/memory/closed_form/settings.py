@@ -35,10 +35,12 @@ class RunSettings:
     adapter_dtype: str = "float32"
     velora_targets: tuple[str, ...] = ()
     velora_groups: int = 32
-    recomputed_product: bool = False
-    """The gated product of an MLP is made again in backward."""
+    swiglu: bool = False
+    """Exact saving: the activation and the gated product of an MLP are made again in backward."""
+    dropout: bool = False
+    """Exact saving: dropout masks are drawn again from the generator's state."""
     shared_adapter_input: bool = False
-    """Adapters that read one tensor keep it once, in the weights' dtype."""
+    """Exact saving: adapters that read one tensor keep it once, in the weights' dtype."""
     nested_quantisation: bool = True
     """Of 4-bit weights: their scales are 8-bit."""
     cuda: bool = True
