@@ -47,7 +47,9 @@ def test_a3_g14_savings_on_and_off_train_the_same_losses_and_weights(
 ) -> None:
     results = []
     for name, savings in (("on", True), ("off", ["loss"])):
-        results.append(train(config(tiny_model_path, rows, tmp_path / name, exact_savings=savings, **more), console=QUIET))
+        results.append(
+            train(config(tiny_model_path, rows, tmp_path / name, exact_savings=savings, **more), console=QUIET)
+        )
     on, off = results
     assert losses(on) == losses(off) and len(losses(on)) == 4
     assert all(torch.equal(weight, trained(off)[name]) for name, weight in trained(on).items())

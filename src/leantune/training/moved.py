@@ -15,8 +15,8 @@ class MovedShare(TrainerCallback):
     """``percent``: of the sampled weights, how many the last logged step changed, for each parameter group; None before
     one. Costs nothing in steps that are not logged.
 
-    Weights are noted before a step begins and compared when it is logged, so that nothing of this shows where the memory
-    of the step itself is measured."""
+    Weights are noted before a step begins and compared when it is logged, so that nothing of this shows where the
+    memory of the step itself is measured."""
 
     def __init__(self) -> None:
         self.percent: list[float] | None = None

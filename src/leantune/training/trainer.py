@@ -40,9 +40,7 @@ class LeanTrainer(SFTTrainer):
         self._first_step_done = False
         bound = None if lean.clip_mode == "none" else lean.max_grad_norm
         self.attached = (
-            attach(
-                self, clip=lean.clip_mode, max_grad_norm=bound, accumulate=lean.accumulate, exact_savings=False
-            )
+            attach(self, clip=lean.clip_mode, max_grad_norm=bound, accumulate=lean.accumulate, exact_savings=False)
             if lean.fused
             else None
         )
@@ -57,7 +55,7 @@ class LeanTrainer(SFTTrainer):
         so that what is planned before is what runs."""
         if not self.args.activation_checkpointing:
             return
-        settings = dict(self.args.activation_checkpointing_kwargs or {})
+        settings: dict[str, Any] = dict(self.args.activation_checkpointing_kwargs or {})  # type: ignore[arg-type]
         every, offload = settings.pop("every_n_layers", 1), settings.pop("offload", False)
         model: Any = self.model
         model.activation_checkpointing_enable(
@@ -283,9 +281,7 @@ def loss_obstacle(model: Any) -> str | None:
     inner = base_model(model)
     head, decoder = inner.get_output_embeddings(), getattr(inner, "get_decoder", lambda: None)()
     if type(head) is not nn.Linear or decoder is None or decoder is inner:
-        return (
-            f"{type(inner).__name__} has no decoder with a plain linear output layer (it is {type(head).__name__})"
-        )
+        return f"{type(inner).__name__} has no decoder with a plain linear output layer (it is {type(head).__name__})"
     training, random_state = model.training, torch.get_rng_state()
     model.eval()
     try:

@@ -1,5 +1,7 @@
 """VeLoRA's layers that train exactly because their approximate gradients point elsewhere: looked at before a run."""
 
+from typing import Any
+
 import torch
 
 from leantune.activations.velora.handle import VeloraHandle
@@ -15,7 +17,7 @@ def exact_where_poor(trainer: LeanTrainer, velora: VeloraHandle, min_cosine: flo
     """
     with torch.random.fork_rng(devices=[trainer.args.device] if trainer.args.device.type == "cuda" else []):
         batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
-    model = trainer.model
+    model: Any = trainer.model
     training = model.training
     model.train()
     try:

@@ -123,9 +123,7 @@ CASES = {
     "LoRA, exact savings": Case(LORA | EXACT),
     "LoRA, dropout, exact savings": Case(LORA | EXACT | {"lora_dropout": 0.1}),
     "LoRA, dropout drawn again": Case(LORA | {"dropout": True, "lora_dropout": 0.1}),
-    "LoRA, dropout, exact savings, half recomputed": Case(
-        LORA | EXACT | {"lora_dropout": 0.1, "checkpoint_every": 2}
-    ),
+    "LoRA, dropout, exact savings, half recomputed": Case(LORA | EXACT | {"lora_dropout": 0.1, "checkpoint_every": 2}),
     "LoRA, VeLoRA": Case(LORA | {"velora_targets": ("down_proj", "v_proj"), "velora_groups": 8}),
     "LoRA, dropout, exact savings, VeLoRA": Case(
         LORA | EXACT | {"lora_dropout": 0.1, "velora_targets": ("q_proj", "k_proj", "v_proj"), "velora_groups": 8}

@@ -47,8 +47,8 @@ class VeloraHandle:
         return exact, sum(tokens * site.product.cut.groups * site.weight.itemsize for site in self.sites)
 
     def report(self) -> VeloraReport:
-        """What is saved, site by site, after exact savings and after what others keep anyway: bytes of the last training forward, kept
-        energy of the batch that set v, cosine of the last probe."""
+        """What is saved, site by site, after exact savings and what others keep anyway: bytes of the last training
+        forward, kept energy of the batch that set v, cosine of the last probe."""
         rows: list[VeloraRow] = []
         counted: set[int] = set()
         for layer in self._layers:

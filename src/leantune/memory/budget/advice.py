@@ -7,7 +7,7 @@ from leantune.errors import InvalidArgumentError
 from leantune.memory.budget.run_stages import stage_bytes
 from leantune.memory.budget.sharding import Parallel
 from leantune.memory.closed_form.model_shape import ModelShape
-from leantune.memory.closed_form.settings import RunSettings
+from leantune.memory.closed_form.settings import EXACT_SAVINGS, RunSettings
 from leantune.memory.sizes import format_bytes
 
 FREE, SPEED, QUALITY, DATA = 0, 1, 2, 3
@@ -58,9 +58,12 @@ def advise(
 
 def changes(shape: ModelShape, settings: RunSettings) -> Iterator[Change]:
     """All changes that a run with these settings can make."""
-    if not settings.exact_loss:
+    if not all(getattr(settings, name) for name in EXACT_SAVINGS):
         yield Change(
-            "exact_savings: true", replace(settings, exact_loss=True), "nothing: the same loss without logits", FREE
+            "exact_savings: true",
+            replace(settings, **EXACT_SAVINGS),
+            "no number changes; elementwise products are made twice",
+            FREE,
         )
     ours = settings.optim in ("ternary_adamw", "adamw", "lomo", "adalomo", "taco_one_sparse")
     if ours and not settings.fused and settings.micro_batches == 1:

@@ -135,9 +135,7 @@ class Experts:
         self.ops.tape.drop(active)
         return out
 
-    def _grouped(
-        self, x: Block, offsets: Block, size: int, weight: Weight, remade: Remade | None = None
-    ) -> Block:
+    def _grouped(self, x: Block, offsets: Block, size: int, weight: Weight, remade: Remade | None = None) -> Block:
         tape = self.ops.tape
         out = tape.new(size)
         if weight.trained:

@@ -77,6 +77,11 @@ class RunSettings:
         return text if self.micro_batches == 1 else f"{text}, {self.micro_batches} micro-batches a step"
 
 
+EXACT_SAVINGS: dict[str, Any] = dict.fromkeys(("exact_loss", "swiglu", "dropout", "shared_adapter_input"), True)
+"""All exact savings on, as fields of `RunSettings`."""
+NO_SAVINGS: dict[str, Any] = dict.fromkeys(EXACT_SAVINGS, False)
+
+
 def quantised_bytes(elements: int, nested: bool) -> int:
     """Bytes of a 4-bit weight: half a byte an element and a scale for every 64: fp32, or nested 8-bit ones.
 

@@ -12,7 +12,7 @@ from leantune.errors import InvalidArgumentError
 from leantune.memory.budget.run_stages import stage_bytes
 from leantune.memory.budget.sharding import ALONE, Parallel
 from leantune.memory.closed_form.model_shape import ModelShape
-from leantune.memory.closed_form.settings import RunSettings
+from leantune.memory.closed_form.settings import EXACT_SAVINGS, RunSettings
 from leantune.memory.sizes import GIB, format_bytes
 
 SPARE_SHARE = 0.05
@@ -48,8 +48,8 @@ class Recipe:
 def ladder(shape: ModelShape, settings: RunSettings) -> Iterator[Rung]:
     """All rungs for this model at the settings' batch and length, the most faithful first."""
     plain = replace(
-        settings, method="full", optimizer_options={}, velora_targets=(), checkpoint_every=0, exact_loss=True,
-        two_passes=False, accumulate=None,
+        settings, method="full", optimizer_options={}, velora_targets=(), checkpoint_every=0, two_passes=False,
+        accumulate=None, **EXACT_SAVINGS,
     )  # fmt: skip
     yield Rung(
         "full AdamW in fp32",
