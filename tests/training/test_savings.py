@@ -1,6 +1,7 @@
 """Exact savings and VeLoRA in whole runs: the same losses, what the header says, what the plan counts."""
 
 import functools
+import json
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,15 @@ def test_a2_the_plan_of_a_run_counts_its_gradient_checkpointing(
         found[checkpointing] = plan_of_run(settings, trainer, data)
     assert found[True].parts[RECOMPUTE] > found[False].parts[RECOMPUTE]  # exact savings make activations again too
     assert found[True].saved[ACTIVATIONS] < found[False].saved[ACTIVATIONS] / 2
+
+
+def test_nothing_but_the_batch_is_among_the_inputs_of_a_measured_step(
+    tiny_model_path: str, rows: str, tmp_path: Path
+) -> None:
+    """What the log samples of the weights is not memory of the step."""
+    train(config(tiny_model_path, rows, tmp_path / "out"), console=QUIET)
+    measured = json.loads((tmp_path / "out" / "memory_profile.json").read_text())
+    assert measured["part_peaks"]["inputs"] < 4 * 64 * 8 * 4  # ids, labels, mask and positions of four short rows
 
 
 # -- VeLoRA ----------------------------------------------------------------------------------------------------------
