@@ -4,7 +4,7 @@
     python benchmarks/activation_bytes.py --rounds 5                    # real steps as well: bytes, loss, time
     python benchmarks/activation_bytes.py --methods lora --sides plain exact --rounds 3 --rows /tmp/rehearsal.csv
 
-Full fine-tuning and LoRA (r = 16, all linear layers, dropout 0.05), bf16 weights, the loss without logits
+Full fine-tuning and LoRA (r = 16, all linear layers, dropout 0.05 or none), bf16 weights, the loss without logits
 (`leantune.linear_cross_entropy`), gradients applied and freed inside backward by Lomo, so that no state and no gradient
 hides what activations cost. A row of kind "trace" holds the bytes of a step walked on fake tensors; one of kind "step"
 those of a real one, its loss (equal to the plain one's where a side is exact), and its time against the plain step's:
@@ -58,11 +58,20 @@ COLUMNS = [
 ]
 SAVINGS = ("swiglu", "dropout", "shared_adapter_input")
 METHODS = {
-    "full": ["plain", "swiglu", "velora", "velora+exact", *(f"checkpoint{n}" for n in (1, 2, 4))],
-    "lora": ["plain", *SAVINGS, "exact", "velora", "velora+exact", *(f"checkpoint{n}" for n in (1, 2, 4))],
+    "full": ["plain", "swiglu", "velora", "velora+exact", "siblings+exact", *(f"checkpoint{n}" for n in (1, 2, 4))],
+    "lora": [
+        "plain", *SAVINGS, "exact", "velora", "velora+exact", "siblings+exact",
+        *(f"checkpoint{n}" for n in (1, 2, 4)),
+    ],
+    "lora-no-dropout": ["plain", "swiglu", "shared_adapter_input", "exact", "siblings+exact", "checkpoint1"],
+}  # fmt: skip
+for method_of_sides in ("full", "lora"):
+    METHODS[method_of_sides].extend(f"exact+checkpoint{n}" for n in (1, 2, 4))
+VELORA = {
+    "velora": ("down_proj", "v_proj"),
+    "siblings": ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"),
 }
-for sides_of_method in METHODS.values():
-    sides_of_method.extend(f"exact+checkpoint{n}" for n in (1, 2, 4))
+"""Layers under VeLoRA: its paper's, and those whose inputs exact savings leave in memory."""
 
 
 @dataclass
@@ -79,9 +88,11 @@ class Measured:
 def build(method: str) -> nn.Module:
     model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.bfloat16)
     model.config.use_cache = False
-    if method == "lora":
+    if method != "full":
         torch.manual_seed(0)
-        model = get_peft_model(model, LoraConfig(r=16, lora_alpha=16, lora_dropout=0.05, target_modules="all-linear"))
+        dropout = 0.05 if method == "lora" else 0.0
+        lora = LoraConfig(r=16, lora_alpha=16, lora_dropout=dropout, target_modules="all-linear")
+        model = get_peft_model(model, lora)
         model.enable_input_require_grads()  # as every trainer does for checkpointing, here on every side alike
     return model.train()
 
@@ -101,8 +112,8 @@ def applied(model: nn.Module, side: str) -> Iterator[None]:
     causal: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     with ExitStack() as undo:
         for part in side.split("+"):
-            if part == "velora":
-                velora = lt.apply_velora(model, ["down_proj", "v_proj"])
+            if part in VELORA:
+                velora = lt.apply_velora(model, list(VELORA[part]))
                 velora.use_fp32_products()
                 undo.callback(velora.remove)
             elif part == "exact":

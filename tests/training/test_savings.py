@@ -13,7 +13,7 @@ from transformers import Trainer, TrainingArguments
 import leantune as lt
 from leantune.errors import ConfigError, InvalidArgumentError
 from leantune.memory.parts import ACTIVATIONS, RECOMPUTE
-from leantune.training.config import load_config
+from leantune.training.config import EXACT_SAVINGS, load_config
 from leantune.training.exact_savings import apply_run_savings
 from leantune.training.run import build_trainer, load_model, load_rows, plan_of_run, train
 
@@ -98,6 +98,16 @@ def test_a_list_survives_the_yaml_of_a_run(tmp_path: Path) -> None:
     path.write_text(written.to_yaml())
     assert load_config(path) == written
     assert load_config(None, [*base, "--exact_savings=false"]).chosen_savings == ()
+
+
+def test_a2_where_every_block_is_recomputed_the_loss_alone_is_saved_unless_more_is_named(
+    tiny_model_path: str, tmp_path: Path
+) -> None:
+    settings = functools.partial(config, tiny_model_path, "rows.jsonl", tmp_path, gradient_checkpointing=True)
+    loaded = load_model(settings())
+    assert loaded.savings.modules is None and "every block is recomputed" in loaded.savings.lines()[1]
+    assert settings(gradient_checkpointing_kwargs={"every_n_layers": 2}).chosen_savings == EXACT_SAVINGS
+    assert load_model(settings(exact_savings=["loss", "swiglu"])).savings.modules is not None
 
 
 # -- attach ----------------------------------------------------------------------------------------------------------

@@ -28,6 +28,8 @@ class RunSavings:
     obstacle: str | None
     """Why it is not, where it was chosen."""
     modules: ExactSavings | None
+    recomputed: bool = False
+    """Modules were left as they are because every block is recomputed."""
 
     def lines(self) -> list[str]:
         """What a header says: how the loss is computed, modules found for each saving, and what is left, with the
@@ -35,6 +37,11 @@ class RunSavings:
         lines = [f"full logits: {self.obstacle}" if self.obstacle else "full logits"]
         if self.loss:
             lines = ["loss without logits, tiled over the vocabulary"]
+        if self.recomputed:
+            lines.append(
+                "every block is recomputed and keeps nothing: the other savings are off (named in exact_savings, they "
+                "lower the peak of a block's recomputation)"
+            )
         if self.modules is None:
             return lines
         report = self.modules.report()
@@ -64,4 +71,5 @@ def apply_run_savings(config: TrainConfig, model: Any) -> RunSavings:
         raise ConfigError(f"- exact_savings: {obstacle}; leave loss out of it")
     of_modules = {name: name in chosen for name in _NOT_FOUND}
     handle = apply_exact_savings(model, **of_modules) if any(of_modules.values()) else None
-    return RunSavings(chosen, "loss" in chosen and obstacle is None, obstacle, handle)
+    recomputed = config.exact_savings is True and config.checkpoint_every == 1
+    return RunSavings(chosen, "loss" in chosen and obstacle is None, obstacle, handle, recomputed)

@@ -60,7 +60,7 @@ def header(
     if config.velora_target_modules:
         table.add_row("VeLoRA", _velora(config))
     if config.gradient_checkpointing:
-        every = int((config.extra.get("gradient_checkpointing_kwargs") or {}).get("every_n_layers", 1))
+        every = config.checkpoint_every
         table.add_row("checkpointing", "every block" if every == 1 else f"one block of {every}")
     held = len(data.held_out) if data.held_out is not None else 0
     packed = ", packed" if config.packing else ""

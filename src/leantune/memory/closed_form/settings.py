@@ -80,6 +80,8 @@ class RunSettings:
 EXACT_SAVINGS: dict[str, Any] = dict.fromkeys(("exact_loss", "swiglu", "dropout", "shared_adapter_input"), True)
 """All exact savings on, as fields of `RunSettings`."""
 NO_SAVINGS: dict[str, Any] = dict.fromkeys(EXACT_SAVINGS, False)
+LOSS_ALONE: dict[str, Any] = NO_SAVINGS | {"exact_loss": True}
+"""What a config's ``exact_savings: true`` means where every block is recomputed."""
 
 
 def quantised_bytes(elements: int, nested: bool) -> int:

@@ -46,8 +46,8 @@ class TrainConfig:
     """per_tensor, global or none; None: global where max_grad_norm was set, else per_tensor."""
     max_grad_norm: float | None = None
     exact_savings: tuple[str, ...] | bool = True
-    """What keeps fewer bytes for backward without changing a number: true, all that the model allows; some of
-    `EXACT_SAVINGS`; or false."""
+    """What keeps fewer bytes for backward without changing a number: true, all that the model allows (the loss alone
+    where every block is recomputed anyway); some of `EXACT_SAVINGS`; or false."""
     velora_target_modules: tuple[str, ...] | None = None
     velora_num_groups: int = 32
     velora_factored: bool = False
@@ -111,9 +111,19 @@ class TrainConfig:
     @property
     def chosen_savings(self) -> tuple[str, ...]:
         """Those of `EXACT_SAVINGS` that are on."""
-        if isinstance(self.exact_savings, bool):
-            return EXACT_SAVINGS if self.exact_savings else ()
-        return self.exact_savings
+        if not isinstance(self.exact_savings, bool):
+            return self.exact_savings
+        if not self.exact_savings:
+            return ()
+        # A block that is recomputed keeps nothing: savings in it would cost their time for little.
+        return ("loss",) if self.checkpoint_every == 1 else EXACT_SAVINGS
+
+    @property
+    def checkpoint_every(self) -> int:
+        """Every how many blocks one is recomputed in backward; 0: none is."""
+        if not self.gradient_checkpointing:
+            return 0
+        return int((self.extra.get("gradient_checkpointing_kwargs") or {}).get("every_n_layers", 1))
 
     @property
     def fused(self) -> bool:
