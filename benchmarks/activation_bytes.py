@@ -3,6 +3,7 @@
     python benchmarks/activation_bytes.py                               # bytes, traced without data: a minute or two
     python benchmarks/activation_bytes.py --rounds 5                    # real steps as well: bytes, loss, time
     python benchmarks/activation_bytes.py --methods lora --sides plain exact --rounds 3 --rows /tmp/rehearsal.csv
+    python benchmarks/activation_bytes.py --table                       # docs/velora.md's table, from the rows
 
 Full fine-tuning and LoRA (r = 16, all linear layers, dropout 0.05 or none), bf16 weights, the loss without logits
 (`leantune.linear_cross_entropy`), gradients applied and freed inside backward by Lomo, so that no state and no gradient
@@ -27,6 +28,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from quality.summary import markdown
 from rows import ResultRows
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -35,7 +37,7 @@ import leantune as lt
 from leantune.activations.saved_bytes import SavedBytes
 from leantune.kernels.half_linear import use_fp32_products
 from leantune.memory import MemoryTracker, plan_run
-from leantune.memory.sizes import format_bytes
+from leantune.memory.sizes import MIB, format_bytes
 from leantune.training.demo_model import demo_model_path
 
 COLUMNS = [
@@ -235,6 +237,30 @@ def run(args: argparse.Namespace, method: str) -> None:
                     write(write_row, side, "step", result, found["plain"])
 
 
+def table(rows: ResultRows, tokens: int) -> str:
+    """Every side's real step (the row of the most rounds) as a Markdown table."""
+    lines = []
+    for method, sides in METHODS.items():
+        found = {side: rows.find(method=method, tokens=tokens, side=side, kind="step") for side in sides}
+        latest = {side: max(some, key=lambda row: int(row["rounds"])) for side, some in found.items() if some}
+        losses = {row["loss"] for row in latest.values()}
+        for side, row in latest.items():
+            bounds = f"{float(row['seconds_to_plain_min']):.2f} to {float(row['seconds_to_plain_max']):.2f}"
+            lines.append(
+                [
+                    method,
+                    side,
+                    f"{int(row['activation_bytes']) / MIB:,.1f}",
+                    f"{100 - 100 * float(row['activations_to_plain']):.1f} %",
+                    f"{int(row['peak_bytes']) / MIB:,.0f}",
+                    "" if side == "plain" else f"{float(row['seconds_to_plain']):.2f} ({bounds})",
+                    "equal" if len(losses) == 1 else row["loss"],
+                ]
+            )
+    headings = ("method", "side", "activations, MiB", "less than plain", "peak, MiB", "time to plain's", "loss")
+    return markdown(headings, lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", choices=sorted(METHODS), default=sorted(METHODS))
@@ -244,10 +270,14 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=3, help="sides measured together with plain")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rows", help="another file for the rows")
+    parser.add_argument("--table", action="store_true", help="print the table of the rows and stop")
     args = parser.parse_args()
     unknown = sorted(set(args.sides or ()) - {side for sides in METHODS.values() for side in sides})
     if unknown or args.rounds < 0 or args.group < 1:
         parser.error(f"no such side: {', '.join(unknown)}" if unknown else "rounds are >= 0, groups >= 1")
+    if args.table:
+        print(table(ResultRows("activation_bytes", COLUMNS, args.rows), args.tokens))
+        return
     torch.set_num_threads(args.threads)
     for method in args.methods:
         run(args, method)
