@@ -199,6 +199,10 @@ def test_layers_under_the_cosine_train_exactly(
     result = train(config(tiny_model_path, rows, tmp_path / "out", **more), console=console)
     assert f"{exact} of 2 inputs are kept whole" in console.export_text()
     assert sum(row.exact for row in result.velora.rows) == exact
+    projected = 2 * (4 * result.plan.length * 8 * 2 + 8 * 4)  # of two layers: Z in bfloat16, and the direction
+    without = train(config(tiny_model_path, rows, tmp_path / "without", max_steps=1), console=QUIET).plan
+    kept = result.plan.saved[ACTIVATIONS] - without.saved[ACTIVATIONS]
+    assert kept == (0 if exact else projected)
 
 
 def test_refreshed_directions_in_a_run(tiny_model_path: str, rows: str, tmp_path: Path) -> None:

@@ -74,6 +74,8 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     finished = resume_from is not None and _only_the_model_is_missing(config, resume_from, output)
     loaded = load_model(config)
     trainer, velora = build_trainer(config, loaded, tokenizer, data), loaded.velora
+    if resume_from is not None and velora is not None:
+        velora.load(resume_from / VELORA_FILE)
     plan = plan_of_run(config, trainer, data)
     header(console, config, trainer, data, plan, loaded.savings)
     _hold_against_budget(config, plan)
@@ -89,10 +91,12 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     trainer.remove_callback(PrinterCallback)
     for callback in (moved, log, probe, bar):
         trainer.add_callback(callback)
-    if resume_from is not None and velora is not None:
-        velora.load(resume_from / VELORA_FILE)
-    elif velora is not None and config.velora_min_cosine is not None:
+    if resume_from is None and velora is not None and config.velora_min_cosine is not None:
         console.print(exact_where_poor(trainer, velora, config.velora_min_cosine), highlight=False)
+        plan = plan_of_run(config, trainer, data)  # of what is left of VeLoRA
+        _hold_against_budget(config, plan)
+        if plan is not None:
+            plan.save(output)
     before = trainer.held_out_loss()
     start = time.perf_counter()
     try:

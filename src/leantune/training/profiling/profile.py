@@ -170,6 +170,7 @@ class _Profiling:
         self.plan = plan_of_run(self.config, trainer, data)
         self.notes += data.notes
         self._describe(trainer, data)
+        self.described["exact savings"] = "; ".join(loaded.savings.lines())
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(_Steps(self, trainer))
         try:
