@@ -63,12 +63,6 @@ def project(x: Tensor, v: Tensor, cut: SubTokens) -> Tensor:
     v = v.to(x.dtype)
     if not cut.tail:
         return x.reshape(x.shape[0], cut.groups, cut.size) @ v
-    # Some rows at a time: a product of such a view may copy it first.
-    some = [x] if torch.compiler.is_compiling() else row_tiles(x)
-    return torch.cat([_project_with_tail(rows, v, cut) for rows in some])
-
-
-def _project_with_tail(x: Tensor, v: Tensor, cut: SubTokens) -> Tensor:
     tail = (x[:, cut.whole :] @ v[: cut.tail]).unsqueeze(1)
     if not cut.whole:
         return tail
