@@ -42,9 +42,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_a_run_writes_a_model_a_log_plots_and_reports(tiny_model_path: str, rows: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    result = train(
-        config(tiny_model_path, rows, out, eval_split=0.2, velora_target_modules=["down_proj"]), console=QUIET
-    )
+    velora = {"velora_target_modules": ["q_proj", "k_proj", "v_proj"], "velora_num_groups": 4}
+    result = train(config(tiny_model_path, rows, out, eval_split=0.2, **velora), console=QUIET)
     for name in (
         "model.safetensors",
         "tokenizer.json",

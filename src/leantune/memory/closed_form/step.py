@@ -115,9 +115,7 @@ class _Walk:
 
     def _block(self, layer: int, turn: tuple[Block, Block]) -> DecoderBlock:
         prefix = self.shape.block_prefix(layer)
-        return DecoderBlock(
-            self.shape, prefix, self.table, self.linears, self.ops, turn, self.settings.recomputed_product
-        )
+        return DecoderBlock(self.shape, prefix, self.table, self.linears, self.ops, turn, self.settings.swiglu)
 
     def _head(self) -> Head:
         shape, settings = self.shape, self.settings

@@ -172,8 +172,11 @@ def settings_of(config: TrainConfig, described: Any, *, cuda: bool = True) -> Ru
         fused=config.fused,
         two_passes=config.fused and config.clip_mode == "global",
         accumulate=config.accumulate,
-        exact_loss=config.exact_savings,
-        checkpoint_every=_checkpoint_every(config),
+        exact_loss="loss" in config.chosen_savings,
+        swiglu="swiglu" in config.chosen_savings,
+        dropout="dropout" in config.chosen_savings,
+        shared_adapter_input="shared_adapter_input" in config.chosen_savings,
+        checkpoint_every=config.checkpoint_every,
         lora_rank=config.lora_r,
         lora_targets=config.lora_target_modules,
         lora_dropout=config.lora_dropout,
@@ -190,12 +193,6 @@ def _options(config: TrainConfig) -> dict[str, Any]:
         "adamw": ("master_bits",),
     }.get(config.optim, ())
     return {name: getattr(config, name) for name in names}
-
-
-def _checkpoint_every(config: TrainConfig) -> int:
-    if not config.gradient_checkpointing:
-        return 0
-    return int((config.extra.get("gradient_checkpointing_kwargs") or {}).get("every_n_layers", 1))
 
 
 def _budgets(
@@ -230,6 +227,8 @@ def _assumptions() -> tuple[str, ...]:
 
 def _notes(config: TrainConfig, shape: ModelShape, table: WeightTable, budgeted: bool) -> list[str]:
     notes = [*_assumptions()]
+    if config.velora_factored:
+        notes.append("velora_factored is not in this plan: gradients and states of its targets are counted whole")
     if config.method == "auto" and not budgeted:
         notes.append("method: auto is decided against a budget; without one this is method: full")
     if shape.positions and config.max_length > shape.positions:

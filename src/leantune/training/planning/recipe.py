@@ -12,7 +12,7 @@ from leantune.errors import InvalidArgumentError
 from leantune.memory.budget.run_stages import stage_bytes
 from leantune.memory.budget.sharding import ALONE, Parallel
 from leantune.memory.closed_form.model_shape import ModelShape
-from leantune.memory.closed_form.settings import RunSettings
+from leantune.memory.closed_form.settings import EXACT_SAVINGS, LOSS_ALONE, RunSettings
 from leantune.memory.sizes import GIB, format_bytes
 
 SPARE_SHARE = 0.05
@@ -48,8 +48,8 @@ class Recipe:
 def ladder(shape: ModelShape, settings: RunSettings) -> Iterator[Rung]:
     """All rungs for this model at the settings' batch and length, the most faithful first."""
     plain = replace(
-        settings, method="full", optimizer_options={}, velora_targets=(), checkpoint_every=0, exact_loss=True,
-        two_passes=False, accumulate=None,
+        settings, method="full", optimizer_options={}, velora_targets=(), checkpoint_every=0, two_passes=False,
+        accumulate=None, **EXACT_SAVINGS,
     )  # fmt: skip
     yield Rung(
         "full AdamW in fp32",
@@ -74,11 +74,13 @@ def ladder(shape: ModelShape, settings: RunSettings) -> Iterator[Rung]:
     )
     yield Rung(
         "full, ternary states, fused backward, every block recomputed",
-        replace(fused, checkpoint_every=1),
+        replace(fused, checkpoint_every=1, **LOSS_ALONE),
         keys,
         "about a third more time than without recomputing",
     )
-    adapted = replace(plain, dtype="bfloat16", optim="adamw", fused=False, lora_rank=16, checkpoint_every=1)
+    adapted = replace(
+        plain, dtype="bfloat16", optim="adamw", fused=False, lora_rank=16, checkpoint_every=1, **LOSS_ALONE
+    )
     adapter_keys: dict[str, object] = {"lora_r": 16, "optim": "adamw", "gradient_checkpointing": True}
     yield Rung(
         "LoRA", replace(adapted, method="lora"), {"method": "lora", **adapter_keys}, "adapters alone are trained"

@@ -41,7 +41,7 @@ def remedies(config: TrainConfig, parts: dict[str, int]) -> list[str]:
             f"gradient_checkpointing: true keeps a block's input instead of all it makes ({format_bytes(activations)})"
         )
         advise(activations, f"{text}; a step takes about a third longer")
-    if not c.exact_savings:
+    if "loss" not in c.chosen_savings:
         loss = parts.get(LOSS, 0)
         advise(loss, f"exact_savings: true never makes the logits ({format_bytes(loss)} now)")
     if c.per_device_train_batch_size > 1:
