@@ -79,7 +79,7 @@ def traced(case, settings, table):
     temporaries = {id(p): table[name.replace(".base_layer", "")].update_bytes for name, p in trained.items()}
     step = TracedStep(
         loss=exact_loss if settings.exact_loss else full_logits_loss,
-        batch=token_batch(settings.batch_size, settings.length, torch.device("cpu")),
+        batch=token_batch(settings.batch_size, settings.length, torch.device("cpu"), padded=settings.padded),
         updated=ids,
         in_tiles=ids if table.tileable else frozenset(),
         fused=settings.fused,
@@ -87,7 +87,7 @@ def traced(case, settings, table):
         micro_batches=settings.micro_batches,
         accumulate=settings.accumulate,
         autocast=None,
-        padded=False,
+        padded=settings.padded,
         cost=UpdateCost(table.state_bytes, temporaries, table.whole_update_bytes),
     )
     return trace_step(model, step)
@@ -106,12 +106,21 @@ CASES = {
     "qwen3, recomputed": Case({"checkpoint_every": 1}, family="qwen3"),
     "gemma 3, half recomputed": Case({"checkpoint_every": 2}, family="gemma3_text"),
     "experts": Case(family="qwen3_moe"),
+    "padded": Case({"padded": True}),
+    "padded fp32, half recomputed": Case(
+        {"padded": True, "dtype": "float32", "optim": "adamw", "fused": False, "checkpoint_every": 2, "length": 300}
+    ),
+    "one packed row": Case({"padded": True, "batch_size": 1, "length": 300, "checkpoint_every": 1}),
     "LoRA": Case({"method": "lora", "optim": "adamw_torch", "fused": False, "lora_rank": 8}),
     "LoRA, recomputed": Case({"method": "lora", "optim": "ternary_adamw", "lora_rank": 8, "checkpoint_every": 1}),
     "LoRA, dropout": Case({"method": "lora", "optim": "ternary_adamw", "lora_rank": 8, "lora_dropout": 0.1}),
     "VeLoRA": Case({"velora_targets": ("down_proj", "v_proj"), "velora_groups": 8}),
 }
 SLOW = {
+    "padded gemma 3": Case({"padded": True}, family="gemma3_text"),
+    "padded qwen3, recomputed": Case({"padded": True, "checkpoint_every": 1}, family="qwen3"),
+    "padded, no shared heads": Case({"padded": True}, sizes={"num_key_value_heads": 4}),
+    "padded LoRA": Case({"method": "lora", "optim": "adamw", "fused": False, "lora_rank": 8, "padded": True}),
     "fused, wide vocabulary": Case(sizes={"vocab_size": 3000}),
     "micro-batches, ordinary": Case({"micro_batches": 2, "optim": "sgd", "fused": False}),
     "qwen2": Case(family="qwen2"),

@@ -39,7 +39,7 @@ def largest(shape: ModelShape, settings: RunSettings, parallel: Parallel, budget
     def need(a_shape: ModelShape, a_settings: RunSettings) -> int:
         return stage_bytes(a_shape, a_settings, parallel).peak.total
 
-    batch = solve(lambda rows: need(shape, replace(settings, batch_size=rows)), budget, MOST_ROWS)
+    batch = solve(lambda rows: need(shape, settings.with_rows(rows)), budget, MOST_ROWS)
     most = MOST_TOKENS // settings.batch_size // _LENGTH_STEP
     length = solve(lambda n: need(shape, replace(settings, length=n * _LENGTH_STEP)), budget, most)
     layers = solve(lambda n: need(replace(shape, layers=n), settings), budget, MOST_LAYERS)

@@ -11,7 +11,7 @@ from leantune.memory.closed_form.settings import RunSettings
 from leantune.memory.closed_form.tape import Block, Tape
 from leantune.memory.closed_form.weights import WeightTable
 from leantune.memory.measured.timeline import MemoryTimeline
-from leantune.memory.parts import INPUTS, OPTIMIZER_STATES, UPDATE, WEIGHTS
+from leantune.memory.parts import INPUTS, OPTIMIZER_STATES, TEMPORARIES, UPDATE, WEIGHTS
 
 
 def walk_step(shape: ModelShape, settings: RunSettings, table: WeightTable) -> MemoryTimeline:
@@ -62,21 +62,23 @@ class _Walk:
         """What is there before the step."""
         self.tape.hold(self.table.weight_bytes, WEIGHTS)
         self.tape.hold(self.table.state_bytes, OPTIMIZER_STATES)
-        self.tape.hold(2 * self.settings.tokens * INDEX, INPUTS)
+        # Tokens and labels; what is padding, or the positions of packed rows.
+        self.tape.hold((3 if self.settings.padded else 2) * self.settings.tokens * INDEX, INPUTS)
 
     def forward(self) -> Block:
         tape, ops, shape = self.tape, self.ops, self.shape
         embedded = x = self._embed()
+        masks = self._masks()
         turn, positions = self._tables()
         for layer in range(shape.layers):
-            run = functools.partial(self._block(layer, turn).run, x)
-            out = tape.checkpointed(run, (x, *turn, positions)) if self._is_checkpointed(layer) else run()
+            run = functools.partial(self._block(layer, turn, masks).run, x)
+            out = tape.checkpointed(run, (x, *turn, positions, *masks[:1])) if self._is_checkpointed(layer) else run()
             if x is not embedded:
                 tape.drop(x)
             x = out
         name = "model.norm.weight"
         hidden = ops.rms_norm(x, ops.tokens, shape.hidden, self.table[name], widened=shape.widened_norms)
-        tape.drop(x, *turn, positions)
+        tape.drop(x, *turn, positions, *masks)
         if x is not embedded:
             tape.drop(embedded)
         head = self._head()
@@ -113,10 +115,28 @@ class _Walk:
         size = self.settings.length * self.shape.head_size * self.ops.size
         return (self.tape.new(size), self.tape.new(size)), self.tape.new(self.settings.length * INDEX)
 
-    def _block(self, layer: int, turn: tuple[Block, Block]) -> DecoderBlock:
-        prefix = self.shape.block_prefix(layer)
+    def _masks(self) -> list[Block]:
+        """Where rows are padded or packed: which tokens see which, once for each kind of attention."""
+        if not self.settings.padded:
+            return []
+        masks = []
+        for _ in range(self.shape.rotary_kinds):
+            causal = self.tape.new(self.settings.length**2)
+            self.tape.touch(self.settings.length**2, TEMPORARIES)
+            masks.append(self.tape.new(self.settings.batch_size * self.settings.length**2))
+            self.tape.drop(causal)
+        return masks
+
+    def _block(self, layer: int, turn: tuple[Block, Block], masks: list[Block]) -> DecoderBlock:
         return DecoderBlock(
-            self.shape, prefix, self.table, self.linears, self.ops, turn, self.settings.recomputed_product
+            self.shape,
+            self.shape.block_prefix(layer),
+            self.table,
+            self.linears,
+            self.ops,
+            turn,
+            masks[0] if masks else None,
+            self.settings.recomputed_product,
         )
 
     def _head(self) -> Head:

@@ -29,7 +29,14 @@ _ONLY_FOR_METHODS = {
 
 def problems_of(c: TrainConfig, planning: bool) -> list[str]:
     """Every problem of a config, in words; ``planning``: it is only to be planned."""
-    found = _wrong_values(c, planning) + _ignored(c) + _wrong_extra(c) + _wrong_data(c)
+    found = _wrong_values(c, planning) + _wrong_extra(c) + _wrong_data(c) + _wrong_budget(c)
+    # Of method: auto the keys that were set must go together with what it chooses, which is looked at there.
+    return found if c.method == "auto" else found + _ignored(c) + _wrong_together(c)
+
+
+def _wrong_together(c: TrainConfig) -> list[str]:
+    """Settings that cannot work with one another."""
+    found = []
     if c.fused and not c.ours:
         found.append(
             f"fused_backward is on, but transformers' {c.optim} needs all gradients at once; "
@@ -76,12 +83,17 @@ def problems_of(c: TrainConfig, planning: bool) -> list[str]:
         )
     if c.bf16 and c.dtype != "float32":
         found.append(f"bf16 is autocast for float32 weights; dtype is {c.dtype}: leave bf16 out")
-    if c.memory_budget is not None:
-        try:
-            parse_size(c.memory_budget)
-        except InvalidArgumentError as error:
-            found.append(f"memory_budget: {error}")
     return found
+
+
+def _wrong_budget(c: TrainConfig) -> list[str]:
+    if c.memory_budget is None:
+        return []
+    try:
+        parse_size(c.memory_budget)
+    except InvalidArgumentError as error:
+        return [f"memory_budget: {error}"]
+    return []
 
 
 def _wrong_data(c: TrainConfig) -> list[str]:
@@ -154,10 +166,8 @@ def _wrong_extra(c: TrainConfig) -> list[str]:
 def _wrong_values(c: TrainConfig, planning: bool) -> list[str]:
     needed = ("model_name_or_path",) if planning else ("model_name_or_path", "dataset")
     found = [f"{key} is missing" for key in needed if not getattr(c, key)]
-    if c.method == "auto" and not planning:
-        found.append("method: auto is not in this release; write full, lora or qlora")
-    elif c.method not in ("full", "auto", *LORA_METHODS):
-        found.append(f"method is {c.method!r}; write full, lora or qlora")
+    if c.method not in ("full", "auto", *LORA_METHODS):
+        found.append(f"method is {c.method!r}; write auto, full, lora or qlora")
     if c.bnb_4bit_quant_type not in ("nf4", "fp4"):
         found.append(f"bnb_4bit_quant_type is {c.bnb_4bit_quant_type!r}; write nf4 or fp4")
     if not c.ours:

@@ -28,7 +28,7 @@ def longest_first(config: TrainConfig, data: PreparedData, steps: int) -> Prepar
     held_out = data.held_out
     if held_out is not None:
         held_out = held_out.select(_by_length(held_out)[: EVALUATED_BATCHES * config.per_device_train_batch_size])
-    return dataclasses.replace(data, train=data.train.select(chosen), held_out=held_out, rows=len(chosen))
+    return dataclasses.replace(data, train=data.train.select(chosen), held_out=held_out, rows=len(chosen), lengths=None)
 
 
 def _by_length(rows: Any) -> list[int]:
