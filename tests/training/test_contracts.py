@@ -23,7 +23,7 @@ QUIET = Console(quiet=True)
 @pytest.fixture
 def light(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs without plan and pictures, which have tests of their own and take longer than a tiny run."""
-    monkeypatch.setattr(run_module, "_plan", lambda *arguments: None)
+    monkeypatch.setattr(run_module, "plan_of_run", lambda *arguments: None)
     without_pictures(monkeypatch)
 
 

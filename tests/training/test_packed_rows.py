@@ -36,7 +36,7 @@ def test_p9_a_model_whose_attention_ignores_them_is_refused(tiny_model_path: str
     with pytest.raises(ConfigError, match="packing: in LlamaForCausalLM rows that are packed together would see"):
         check_packed_rows_apart(model)
     without_pictures(monkeypatch)
-    monkeypatch.setattr(run_module, "_plan", lambda *arguments: None)
+    monkeypatch.setattr(run_module, "plan_of_run", lambda *arguments: None)
     rows = write_rows(tmp_path, 12)
     made = tiny_config(tiny_model_path, rows, tmp_path / "out", packing=True, max_length=64)
     with pytest.raises(ConfigError, match="write packing: false"):

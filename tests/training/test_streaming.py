@@ -26,7 +26,7 @@ config = functools.partial(tiny_config, max_length=64, save_steps=4, max_steps=7
 @pytest.fixture(autouse=True)
 def light(monkeypatch: pytest.MonkeyPatch) -> None:
     without_pictures(monkeypatch)
-    monkeypatch.setattr(run_module, "_plan", lambda *arguments: None)
+    monkeypatch.setattr(run_module, "plan_of_run", lambda *arguments: None)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -43,7 +43,7 @@ def fake_scales(module: nn.Module, fake_weight: Tensor, weight: Tensor, fake: Ca
 def elements(parameter: Tensor) -> int:
     """How many weights a parameter stands for; a 4-bit one packs two in a byte.
 
-    >>> elements(torch.zeros(3, 4))
+    >>> elements(__import__('torch').zeros(3, 4))
     12
     """
     state = getattr(parameter, "quant_state", None)

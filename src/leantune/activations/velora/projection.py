@@ -66,7 +66,11 @@ def project(x: Tensor, v: Tensor, cut: SubTokens) -> Tensor:
     tail = (x[:, cut.whole :] @ v[: cut.tail]).unsqueeze(1)
     if not cut.whole:
         return tail
-    return torch.cat([x[:, : cut.whole].unflatten(1, (cut.groups - 1, cut.size)) @ v, tail], dim=1)
+    whole = x[:, : cut.whole].unflatten(1, (cut.groups - 1, cut.size))
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return torch.cat([whole @ v, tail], dim=1)
+    # oneDNN copies rows that do not follow one another: a tile of them at a time.
+    return torch.cat([torch.cat([rows @ v for rows in row_tiles(whole)]), tail], dim=1)
 
 
 def outer_product(coefficients: Tensor, v: Tensor, cut: SubTokens, dtype: torch.dtype) -> Tensor:
@@ -140,5 +144,5 @@ def kept_energy(x: Tensor, z: Tensor) -> Tensor:
 
 
 def row_tiles(x: Tensor) -> Iterator[Tensor]:
-    """``x`` (N, D) some rows at a time: a CPU reduces bf16 by way of an fp32 copy of what it is given."""
-    return iter(x.split(max(1, _TILE_ELEMENTS // max(1, x.shape[1]))))
+    """``x`` (N, ...) some rows at a time: a CPU reduces bf16 by way of an fp32 copy of what it is given."""
+    return iter(x.split(max(1, _TILE_ELEMENTS // max(1, x.shape[1:].numel()))))
