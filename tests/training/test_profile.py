@@ -72,7 +72,7 @@ def test_p1_p3_p4_every_stage_is_measured(tiny_model_path: str, tmp_path: Path, 
 
 def test_p10_a_full_budget_ends_with_a_report_and_exit_code_3(tiny_model_path: str, tmp_path: Path) -> None:
     given = ["--model_name_or_path", tiny_model_path, "--dataset", write_rows(tmp_path, 20), "--max_length", "64"]
-    given += ["--output_dir", str(tmp_path / "out"), "--memory_budget", "600KiB"]
+    given += ["--output_dir", str(tmp_path / "out"), "--memory_budget", "600KiB", "--method", "full"]
     ended = CliRunner().invoke(command_line(), ["profile", *given])
     assert ended.exit_code == 3, ended.output
     folder = tmp_path / "out" / "profile"

@@ -53,12 +53,12 @@ class LeanTrainer(SFTTrainer):
         """TRL reports every trainer that is built to the hub; nothing is sent from here."""
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        """Rows in a random order, the longest in the first batch; batches of rows of like length where they are
+        """Rows in a random order, the longest in the first step; steps of rows of like length where they are
         wanted. Any other order is transformers'."""
         strategy = str(self.args.train_sampling_strategy)
         if self._lengths is None or strategy not in ("random", "group_by_length"):
             return super()._get_train_sampler(train_dataset)
-        rows = self.args.train_batch_size * self.args.world_size
+        rows = self.args.train_batch_size * self.args.world_size * self.args.gradient_accumulation_steps
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         return LongestFirst(self._lengths, rows, seed, grouped=strategy == "group_by_length")
 

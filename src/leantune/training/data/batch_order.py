@@ -1,4 +1,4 @@
-"""In which order rows are trained on: random, with the longest in the first batch."""
+"""In which order rows are trained on: random, with the longest in the first step."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,20 +6,20 @@ from typing import Any
 import numpy
 from torch.utils.data import Sampler
 
-BATCHES_SORTED = 50
-"""Rows of so many batches are sorted together where batches of rows of like length are wanted."""
+STEPS_SORTED = 50
+"""Rows of so many steps are sorted together where steps of rows of like length are wanted."""
 
 
 class LongestFirst(Sampler[int]):
     """Positions of rows, in an order drawn by seed and epoch alone, so that a resumed run goes on in the same one.
 
-    The first batch of the first epoch holds the longest rows: a run that does not fit ends in its first step, not
+    The first step of the first epoch holds the longest rows: a run that does not fit ends in its first step, not
     hours in (trap A7).
 
     Args:
         lengths: tokens of each row.
-        rows: of a batch, over all processes.
-        grouped: batches of rows of like length: little padding, the order of batches still random.
+        rows: of a step, over all micro-batches and processes.
+        grouped: steps of rows of like length: little padding, the order of steps still random.
     """
 
     def __init__(self, lengths: Any, rows: int, seed: int, *, grouped: bool = False) -> None:
@@ -46,10 +46,10 @@ class LongestFirst(Sampler[int]):
         yield from order.tolist()
 
     def _of_like_length(self, order: numpy.ndarray) -> numpy.ndarray:
-        """Within every stretch of rows, batches of neighbours in length; batches that are not full stay last."""
+        """Within every stretch of rows, steps of neighbours in length; those that are not full stay last."""
         random = numpy.random.default_rng((self._seed, self._epoch, 1))
         whole: list[numpy.ndarray] = []
-        stretch = BATCHES_SORTED * self._rows
+        stretch = STEPS_SORTED * self._rows
         rest = order[:0]
         for start in range(0, len(order), stretch):
             part = order[start : start + stretch]

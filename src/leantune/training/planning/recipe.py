@@ -150,7 +150,7 @@ def ladder(config: TrainConfig) -> Iterator[Rung]:
 
 
 def choose_recipe(config: TrainConfig, need: Callable[[TrainConfig], tuple[Stage, str]], budget: int) -> Recipe:
-    """The first rung that leaves at least 1 GiB, or 5 % of the budget, free; the last where none does.
+    """The first rung that leaves at least 1 GiB, or 5 % of the budget, free; the smallest where none does.
 
     Args:
         config: its ``given`` keys are kept.
@@ -162,23 +162,26 @@ def choose_recipe(config: TrainConfig, need: Callable[[TrainConfig], tuple[Stage
     """
     spare_wanted = min(GIB, int(SPARE_SHARE * budget))
     kept = tuple(sorted((config.given or frozenset()) - _NOT_KEPT))
-    passed, last = "", None
+    passed: str = ""
+    smallest: Recipe | None = None
     rungs = ladder(config)
     for rung in rungs:
         try:
             peak, where = need(rung.config)
         except InvalidArgumentError:
             continue
-        last = Recipe(rung, peak, where, budget, passed, "a smaller batch, shorter rows, more devices", kept)
-        if last.spare >= spare_wanted:
-            return dataclasses.replace(last, next=_next(rungs, need, last.next))
-        short = format_bytes(spare_wanted - last.spare)
-        passed = f"{rung.name} would need {format_bytes(last.total)}, {short} more than leaves room"
-    if last is None:
+        found = Recipe(rung, peak, where, budget, passed, "a smaller batch, shorter rows, more devices", kept)
+        if found.spare >= spare_wanted:
+            return dataclasses.replace(found, next=_next(rungs, need, found.next))
+        short = format_bytes(spare_wanted - found.spare)
+        passed = f"{rung.name} would need {format_bytes(found.total)}, {short} more than leaves room"
+        if smallest is None or found.total < smallest.total:
+            smallest = found
+    if smallest is None:
         first = _overlaid(config, _FULL[-1][0])
         problems = problems_of(first, planning=True) or ["no way to train with these keys can be planned"]
         raise ConfigError("\n".join(f"- {problem}" for problem in problems))
-    return last
+    return smallest
 
 
 def _next(rungs: Iterator[Rung], need: Callable[[TrainConfig], tuple[Stage, str]], otherwise: str) -> str:
