@@ -9,7 +9,7 @@ from leantune.memory.budget.advice import FREE, advise
 from leantune.memory.budget.comparison import compare, comparison_rows
 from leantune.memory.budget.gpus import card_bytes
 from leantune.memory.budget.largest import MOST_ROWS, largest, parameters, solve
-from leantune.memory.budget.run_stages import COMMUNICATION, CONTEXT, stage_bytes
+from leantune.memory.budget.run_stages import COMMUNICATION, CONTEXT, peak_bytes, stage_bytes
 from leantune.memory.budget.sharding import ALONE, Parallel, rank_share
 from leantune.memory.budget.sweep import plot_sweep, sweep
 from leantune.memory.closed_form.model_shape import ModelShape
@@ -163,7 +163,7 @@ def test_the_largest_runs_fit_and_the_next_do_not():
     settings, budget = RunSettings(1, 512), int(0.75 * GIB)
     found = largest(SMALL, settings, ALONE, budget)
     for fits, does_not in (
-        (replace(settings, batch_size=found.batch_size), replace(settings, batch_size=found.batch_size + 1)),
+        (settings.with_rows(found.batch_size), settings.with_rows(found.batch_size + 1)),
         (replace(settings, length=found.length), replace(settings, length=found.length + 64)),
     ):
         assert peak(SMALL, fits).total <= budget < peak(SMALL, does_not).total
@@ -240,3 +240,9 @@ def test_a_sweep_grows_and_is_drawn(tmp_path):
 def test_g13_the_plan_shows_where_the_logits_were():
     whole = peak(LLAMA_8B, replace(TERNARY, exact_loss=False))
     assert whole.parts[LOSS] > 2048 * 128_256 * 8 and peak(LLAMA_8B, TERNARY).parts[LOSS] <= 64 << 20
+
+
+@pytest.mark.parametrize("settings", [TERNARY, replace(TERNARY, optim="adamw", fused=False), RunSettings(4, 512)])
+def test_the_peak_alone_is_that_of_all_stages(settings):
+    for way in (settings, replace(settings, method="lora"), replace(settings, exact_loss=False, padded=True)):
+        assert peak_bytes(SMALL, way) == peak(SMALL, way).total

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from training.tiny_runs import tiny_config, without_pictures, write_rows
 from typer.testing import CliRunner
 
 from leantune.cli import command_line, main
@@ -15,7 +16,6 @@ from leantune.errors import NotEnoughRoomError
 from leantune.training.config import build_config
 from leantune.training.planning.auto import ADAPTER_RATES, FULL_RATES, before_the_data
 from leantune.training.run import load_rows, train
-from training.tiny_runs import tiny_config, without_pictures, write_rows
 
 QUIET = Console(file=io.StringIO())
 

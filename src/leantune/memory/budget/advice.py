@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from leantune.errors import InvalidArgumentError
-from leantune.memory.budget.run_stages import stage_bytes
+from leantune.memory.budget.run_stages import peak_bytes
 from leantune.memory.budget.sharding import Parallel
 from leantune.memory.closed_form.model_shape import ModelShape
 from leantune.memory.closed_form.settings import RunSettings
@@ -47,7 +47,7 @@ def advise(
     found = []
     for candidate in changes(shape, settings):
         try:
-            after = stage_bytes(shape, candidate.settings, parallel).peak.total
+            after = peak_bytes(shape, candidate.settings, parallel)
         except InvalidArgumentError:
             continue
         if after < total:

@@ -101,6 +101,14 @@ def stage_bytes(shape: ModelShape, settings: RunSettings, parallel: Parallel = A
     return _Stages(shape, settings, table, rank_share(shape, settings, table, parallel)).all()
 
 
+def peak_bytes(shape: ModelShape, settings: RunSettings, parallel: Parallel = ALONE) -> int:
+    """`stage_bytes(...).peak.total` in less time: of the stages, evaluation, saving and resuming hold nothing that
+    loading or a step does not."""
+    table = WeightTable(shape, settings)
+    stages = _Stages(shape, settings, table, rank_share(shape, settings, table, parallel))
+    return max(stage.total for stage in stages.largest())
+
+
 def with_overhead(parts: Mapping[str, int], cuda: bool) -> dict[str, int]:
     """Parts with the device's own: a GPU's context, and gaps between what comes and goes."""
     out = {part: int(parts.get(part, 0)) for part in STAGE_PARTS}
@@ -113,8 +121,8 @@ def with_overhead(parts: Mapping[str, int], cuda: bool) -> dict[str, int]:
 class _Stages:
     def __init__(self, shape: ModelShape, settings: RunSettings, table: WeightTable, share: RankShare) -> None:
         self.settings, self.table, self.share = settings, table, share
+        self.shape = shape
         self.step = walk_step(shape, settings, table)
-        self.evaluation = walk_evaluation(shape, settings, table)
         # A checkpoint holds what is trained; the frozen base stays where it is.
         self.model_file = table.adapter_bytes if settings.adapts else table.weight_bytes
 
@@ -122,17 +130,16 @@ class _Stages:
         states = self.share.states
         total = self.step.total
         forward, backward = (self._within(phase, total) for phase in (FORWARD, BACKWARD))
-        steady = self._stage(STEP, self.step, self.step.peak_event, states)
+        load, first, steady = self.largest()
         still = {WEIGHTS: self.share.weights, ADAPTERS: self.share.adapters, OPTIMIZER_STATES: states}
-        # Its states appear at each parameter's first update: after backward without a fused one.
-        first_states = states if self.settings.fused else 0
+        evaluation = walk_evaluation(self.shape, self.settings, self.table)
         stages = (
-            Stage(LOAD, self._overhead({WEIGHTS: self.share.weights, ADAPTERS: self.share.adapters}), self._loading()),
+            load,
             self._stage(FORWARD_STAGE, self.step, forward, states),
             self._stage(BACKWARD_STAGE, self.step, backward, states),
-            self._first(first_states),
+            first,
             steady,
-            self._stage(EVALUATION, self.evaluation, self.evaluation.peak_event, states),
+            self._stage(EVALUATION, evaluation, evaluation.peak_event, states),
             Stage(SAVE, self._overhead(still), self._saving()),
             Stage(RESUME, self._overhead(still), self._resuming()),
         )
@@ -142,6 +149,18 @@ class _Stages:
             saved=self._shared(self.step.saved_at_forward_end(), states),
             checkpoint_bytes=self.model_file + self.table.state_bytes,
             model_file_bytes=self.model_file,
+        )
+
+    def largest(self) -> tuple[Stage, Stage, Stage]:
+        """Load, first step, steady step: no other stage needs more than the largest of them."""
+        states = self.share.states
+        load = {WEIGHTS: self.share.weights, ADAPTERS: self.share.adapters}
+        # Its states appear at each parameter's first update: after backward without a fused one.
+        first_states = states if self.settings.fused else 0
+        return (
+            Stage(LOAD, self._overhead(load), self._loading()),
+            self._first(first_states),
+            self._stage(STEP, self.step, self.step.peak_event, states),
         )
 
     def _within(self, phase: str, total: np.ndarray) -> int:

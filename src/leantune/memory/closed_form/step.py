@@ -1,6 +1,9 @@
 """One training step of a model by closed form: its blocks, loss and updates walked over a tape."""
 
 import functools
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from leantune.memory.closed_form.block import DecoderBlock
 from leantune.memory.closed_form.linears import Linears
@@ -17,18 +20,32 @@ from leantune.memory.parts import INPUTS, OPTIMIZER_STATES, TEMPORARIES, UPDATE,
 def walk_step(shape: ModelShape, settings: RunSettings, table: WeightTable) -> MemoryTimeline:
     """A steady step: forward, backward and update, as `leantune.memory.traced.trace` walks it on fake tensors."""
     accumulate = 2 if settings.accumulate == "bfloat16" else 4
-    walk = _Walk(shape, settings, table, Tape(accumulate=accumulate))
-    walk.train()
-    return walk.tape.timeline()
+    with _uncollected():
+        walk = _Walk(shape, settings, table, Tape(accumulate=accumulate))
+        walk.train()
+        return walk.tape.timeline()
 
 
 def walk_evaluation(shape: ModelShape, settings: RunSettings, table: WeightTable) -> MemoryTimeline:
     """A forward of one evaluation batch, of training's size, that keeps nothing."""
-    walk = _Walk(shape, settings, table, Tape())
-    walk.tape.keeps = False
-    walk.begin()
-    walk.tape.drop(walk.forward())
-    return walk.tape.timeline()
+    with _uncollected():
+        walk = _Walk(shape, settings, table, Tape())
+        walk.tape.keeps = False
+        walk.begin()
+        walk.tape.drop(walk.forward())
+        return walk.tape.timeline()
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Looking for cycles among the tape's many small objects, of which there are none, takes as long as the walk."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 class _Walk:
