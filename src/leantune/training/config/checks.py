@@ -1,11 +1,12 @@
 """What is wrong with a config whose single values are of the right type."""
 
-from leantune.backward.accumulation import KINDS
 from leantune.errors import InvalidArgumentError
 from leantune.memory.sizes import parse_size
 from leantune.training.config.keys import FOREIGN_OPTIMIZER_KEYS, REFUSED, suggestion
 from leantune.training.config.run_config import LORA_METHODS, OUR_OPTIMIZERS, TrainConfig
 
+ACCUMULATED_IN = ("float32", "bfloat16")
+"""What sums gradients over micro-batches (`leantune.backward.accumulation.KINDS`)."""
 _MOMENTS = ("betas", "adam_epsilon")  # transformers' own optimizers read these where they can
 
 # Settings only some optimizers read: set for another, they would be ignored.
@@ -49,8 +50,8 @@ def _wrong_together(c: TrainConfig) -> list[str]:
             "makes room), or let sums of gradients live: accumulate: float32 (4 bytes a parameter) or bfloat16 (2, "
             "rounded)"
         )
-    if c.accumulate not in (None, *KINDS):
-        found.append(f"accumulate is {c.accumulate!r}; write {' or '.join(KINDS)}")
+    if c.accumulate not in (None, *ACCUMULATED_IN):
+        found.append(f"accumulate is {c.accumulate!r}; write {' or '.join(ACCUMULATED_IN)}")
     if c.accumulate is not None and not (c.fused and c.gradient_accumulation_steps > 1):
         found.append(
             "accumulate says what sums gradients under fused_backward with gradient_accumulation_steps above 1; it "

@@ -11,7 +11,7 @@ import torch
 from leantune.errors import InvalidArgumentError, NotEnoughRoomError
 from leantune.memory.budget.advice import advise
 from leantune.memory.budget.largest import parameters
-from leantune.memory.budget.model_files import read_config
+from leantune.memory.budget.model_files import read_sizes
 from leantune.memory.budget.run_stages import PART_LABELS, Stage
 from leantune.memory.budget.sharding import ALONE
 from leantune.memory.closed_form.model_shape import ModelShape
@@ -56,7 +56,7 @@ def settled(config: TrainConfig, data: PreparedData) -> tuple[TrainConfig, Recip
     if budget is None:
         note = "method: auto is decided against a memory_budget; without one this is method: full"
         return dataclasses.replace(config, method="full", notes=(*config.notes, note)), None
-    described = read_config(config.model_name_or_path)
+    described = read_sizes(config.model_name_or_path)
 
     def need(candidate: TrainConfig) -> tuple[Stage, str]:
         if candidate.method == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
@@ -90,7 +90,7 @@ def refuse_what_does_not_fit(config: TrainConfig, data: PreparedData) -> None:
         return
     budget, settings = parse_size(config.memory_budget), _settings(config, data)
     try:
-        described = read_config(config.model_name_or_path)
+        described = read_sizes(config.model_name_or_path)
         peak = needed(config, described, settings).peak
     except InvalidArgumentError:
         return

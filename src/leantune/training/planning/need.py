@@ -3,6 +3,7 @@
 from typing import Any
 
 from leantune.errors import InvalidArgumentError
+from leantune.memory.budget.model_files import read_config
 from leantune.memory.budget.run_stages import StagedBytes, stage_bytes
 from leantune.memory.budget.sharding import ALONE, Parallel
 from leantune.memory.closed_form.model_shape import ModelShape
@@ -12,7 +13,7 @@ from leantune.training.config import TrainConfig
 
 
 def needed(config: TrainConfig, described: Any, settings: RunSettings, parallel: Parallel = ALONE) -> StagedBytes:
-    """Every stage of a run. ``described``: the model's transformers config; ``settings``: what ``config`` says.
+    """Every stage of a run. ``described``: the model's sizes (`read_sizes`); ``settings``: what ``config`` says.
 
     Raises InvalidArgumentError where neither way knows the run.
     """
@@ -26,7 +27,7 @@ def needed(config: TrainConfig, described: Any, settings: RunSettings, parallel:
     from leantune.memory.traced.traced_stages import traced_stages
     from leantune.training.planning.tiers import traced
 
-    found, model = traced(config, described, settings)
+    found, model = traced(config, read_config(config.model_name_or_path), settings)
     trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     return traced_stages(found, settings, trained)
 

@@ -9,7 +9,7 @@ from leantune.memory.budget.advice import advise
 from leantune.memory.budget.calibrated import calibrated, calibration_note
 from leantune.memory.budget.gpus import card_bytes
 from leantune.memory.budget.largest import largest
-from leantune.memory.budget.model_files import read_config, read_weight_files
+from leantune.memory.budget.model_files import read_config, read_sizes, read_weight_files
 from leantune.memory.budget.run_plan import Budgets, RunPlan
 from leantune.memory.budget.run_stages import CONTEXT_BYTES, FRAGMENTED, Stage, stage_bytes
 from leantune.memory.budget.sharding import Parallel
@@ -19,7 +19,6 @@ from leantune.memory.closed_form.step import walk_step
 from leantune.memory.closed_form.weights import WeightTable
 from leantune.memory.reports.calibration import read_calibration
 from leantune.memory.sizes import parse_size
-from leantune.memory.traced.traced_stages import traced_stages
 from leantune.training.config import TrainConfig, load_config
 from leantune.training.planning.need import check_known, needed
 from leantune.training.planning.recipe import Recipe, choose_recipe
@@ -72,7 +71,7 @@ def plan(
             "tokens (leantune validate prints the lengths)"
         )
     asked = _Asked(config, _budgets(config, memory_budget, host_memory_budget, disk_budget, gpu), tier, advice)
-    described, spread = read_config(config.model_name_or_path), Parallel(parallel, world_size)
+    described, spread = read_sizes(config.model_name_or_path), Parallel(parallel, world_size)
     recipe = _recipe(asked, described, spread)
     if recipe is not None:
         config = replace(recipe.rung.config, notes=(*config.notes, *recipe.lines))
@@ -81,9 +80,9 @@ def plan(
         shape, settings = ModelShape.of_config(described), settings_of(config)
         table = check_known(config, shape, settings)
     except InvalidArgumentError as error:
-        found = _from_trace(asked, described, spread, str(error))
+        found = _from_trace(asked, spread, str(error))
     else:
-        found = _in_closed_form(asked, described, spread, shape, settings, table)
+        found = _in_closed_form(asked, spread, shape, settings, table)
     if calibration is None:
         return found
     measured = read_calibration(calibration)
@@ -99,7 +98,7 @@ class _Asked:
 
 
 def _in_closed_form(
-    asked: _Asked, described: Any, spread: Parallel, shape: ModelShape, settings: RunSettings, table: WeightTable
+    asked: _Asked, spread: Parallel, shape: ModelShape, settings: RunSettings, table: WeightTable
 ) -> RunPlan:
     config, memory = asked.config, asked.budgets.memory
     staged = stage_bytes(shape, settings, spread)
@@ -116,20 +115,21 @@ def _in_closed_form(
         dtypes=_dtypes(settings, table.cost.name),
         advice=advise(shape, settings, spread, staged.peak.total, memory) if asked.advice else (),
         largest=largest(shape, settings, spread, memory) if solved and memory is not None else None,
-        tiers=_tiers(config, described, shape, settings, asked.tier),
+        tiers=_tiers(config, shape, settings, asked.tier),
         notes=(*config.notes, *_notes(config, shape, table, memory is not None)),
     )
 
 
-def _from_trace(asked: _Asked, described: Any, spread: Parallel, why: str) -> RunPlan:
+def _from_trace(asked: _Asked, spread: Parallel, why: str) -> RunPlan:
     """A plan of whatever transformers can build, from one step on fake tensors."""
+    from leantune.memory.traced.traced_stages import traced_stages
     from leantune.training.planning.tiers import traced
 
     config = asked.config
     if spread.ranks > 1:
         raise InvalidArgumentError(f"{why}; several processes are planned in closed form alone: plan for one")
     settings = settings_of(config)
-    found, model = traced(config, described, settings)
+    found, model = traced(config, read_config(config.model_name_or_path), settings)
     trained = [p for p in model.parameters() if p.requires_grad]
     staged = traced_stages(found, settings, sum(p.numel() * p.element_size() for p in trained))
     return RunPlan(
@@ -209,11 +209,12 @@ def _notes(config: TrainConfig, shape: ModelShape, table: WeightTable, budgeted:
     return notes
 
 
-def _tiers(config: TrainConfig, described: Any, shape: ModelShape, settings: RunSettings, tier: str) -> dict[str, int]:
+def _tiers(config: TrainConfig, shape: ModelShape, settings: RunSettings, tier: str) -> dict[str, int]:
     """Tensor bytes of a steady step's peak by each tier, as a CPU runs it."""
     here = replace(settings, cuda=False)
     tiers = {"closed": walk_step(shape, here, WeightTable(shape, here)).peak_bytes}
     if tier in ("traced", "measured"):
+        described = read_config(config.model_name_or_path)
         from leantune.training.planning.tiers import traced
 
         tiers["traced"] = traced(config, described, settings)[0].total
