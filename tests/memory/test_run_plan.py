@@ -140,7 +140,12 @@ def test_without_a_fused_backward_the_first_step_holds_gradients_and_states():
     settings = RunSettings(1, 16, optim="adamw", fused=False)
     staged, table = stage_bytes(SMALL, settings), WeightTable(SMALL, settings)
     first = next(stage for stage in staged.stages if stage.name == "first step")
-    assert first.parts[GRADIENTS] == table.gradient_bytes and first.parts[OPTIMIZER_STATES] == table.state_bytes
+    assert first.parts[GRADIENTS] == table.gradient_bytes
+    # All states but those of the last vectors, whose update is smaller than the update before it.
+    assert 0.99 * table.state_bytes < first.parts[OPTIMIZER_STATES] <= table.state_bytes
+    fused = stage_bytes(SMALL, RunSettings(4, 512, optim="adamw"))
+    by_name = {stage.name: stage for stage in fused.stages}
+    assert by_name["first step"].parts[OPTIMIZER_STATES] < by_name["steady step"].parts[OPTIMIZER_STATES]
 
 
 def test_advice_saves_what_it_says_and_is_ranked():

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from leantune.activations.tile_plan import ROUNDED_TOGETHER, TILE_BYTES, TileCost, plan_tiles
 from leantune.memory.closed_form.state_bytes import TILE_ELEMENTS
 from leantune.memory.closed_form.tape import FLOAT, Block, Results, Tape, Weight
-from leantune.memory.parts import ACTIVATIONS, GRADIENTS, LOSS, UPDATE
+from leantune.memory.parts import ACTIVATIONS, GRADIENTS, LOSS
 
 LABEL = 8
 NORM_CHUNK = 1 << 20
@@ -85,7 +85,7 @@ def _walk_in_tiles(tape: Tape, head: Head, width: int) -> None:
     rows = max(1, TILE_ELEMENTS // head.hidden)
     piece = min(rows * head.hidden, elements)
     copy = tape.new(piece * FLOAT if strip % piece else 0, LOSS)
-    tape.touch(head.weight.update_bytes, UPDATE)
+    tape.update(head.weight)
     tape.drop(copy, scratch)
 
 

@@ -26,6 +26,15 @@ def walk_step(shape: ModelShape, settings: RunSettings, table: WeightTable) -> M
         return walk.tape.timeline()
 
 
+def walk_first_step(shape: ModelShape, settings: RunSettings, table: WeightTable) -> MemoryTimeline:
+    """The step before: states appear one after the other, at each weight's update."""
+    with _uncollected():
+        walk = _Walk(shape, settings, table, Tape(accumulate=2 if settings.accumulate == "bfloat16" else 4))
+        walk.tape.makes_states = True
+        walk.train()
+        return walk.tape.timeline()
+
+
 def walk_evaluation(shape: ModelShape, settings: RunSettings, table: WeightTable) -> MemoryTimeline:
     """A forward of one evaluation batch, of training's size, that keeps nothing."""
     with _uncollected():
@@ -73,12 +82,25 @@ class _Walk:
         if settings.fused:
             tape.apply_sums()
         else:
-            tape.touch(self.table.whole_update_bytes, UPDATE)
+            self._update_at_once()
+
+    def _update_at_once(self) -> None:
+        """After an ordinary backward: all gradients are there."""
+        if self.tape.makes_states and self.table.cost.ours:
+            # As a config's parameter groups come: matrices, then vectors.
+            trained = [weight for weight in self.table.values() if weight.trained]
+            for weight in sorted(trained, key=lambda weight: len(self.table.shapes[weight.name]) < 2):
+                self.tape.update(weight)
+            return
+        if self.tape.makes_states:  # torch's own make all states before they update
+            self.tape.new(self.table.state_bytes, OPTIMIZER_STATES)
+        self.tape.touch(self.table.whole_update_bytes, UPDATE)
 
     def begin(self) -> None:
         """What is there before the step."""
         self.tape.hold(self.table.weight_bytes, WEIGHTS)
-        self.tape.hold(self.table.state_bytes, OPTIMIZER_STATES)
+        if not self.tape.makes_states:
+            self.tape.hold(self.table.state_bytes, OPTIMIZER_STATES)
         # Tokens and labels; what is padding, or the positions of packed rows.
         self.tape.hold((3 if self.settings.padded else 2) * self.settings.tokens * INDEX, INPUTS)
 
