@@ -119,9 +119,10 @@ def test_method_auto_is_decided_against_the_budget(model):
     config = load_config(None, ["--model_name_or_path", model, "--max_length", "64", "--method", "auto"], planning=True)
     rich = lt.plan(config, gpu="RTX 4090", advice=False)
     assert rich.settings.dtype == "float32" and rich.fits
-    assert "chosen: full, AdamW, fp32 weights, 8 rows a step" in rich.notes
-    assert any(note.startswith("because: it needs ") for note in rich.notes)
-    assert "you set: max_length, model_name_or_path" in rich.notes
+    assert "chosen: full, AdamW, fp32 weights, 8 rows a step" in rich.chosen and rich.chosen[1].startswith(
+        "because: it needs "
+    )
+    assert "you set: max_length, model_name_or_path" in rich.chosen and rich.table().startswith("method: auto\n")
     poor = lt.plan(config, memory_budget="1MiB", advice=False)
     assert not poor.fits
-    assert any("nothing fits 1.0 MiB" in note for note in poor.notes)
+    assert "nothing fits 1.0 MiB" in poor.chosen[1]

@@ -41,6 +41,8 @@ def test_three_facts_are_enough_and_the_choice_is_told_in_five_lines(tiny_model_
     resolved = (tmp_path / "out" / "leantune_config.yaml").read_text()
     assert "method: full\n" in resolved and "optim: adamw\n" in resolved and "learning_rate: 5.0e-05\n" in resolved
     assert "max_length: 64\n" in resolved, "from the rows"
+    again = build_config(facts(tiny_model_path, rows, tmp_path / "out", "1GiB", max_steps=3, resume=True))
+    assert train(again, console=QUIET).log[-1]["step"] == 3, "the same is chosen again"
 
 
 def test_exit_code_3_before_anything_is_loaded_and_force(

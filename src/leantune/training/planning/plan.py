@@ -74,7 +74,7 @@ def plan(
     described, spread = read_sizes(config.model_name_or_path), Parallel(parallel, world_size)
     recipe = _recipe(asked, described, spread)
     if recipe is not None:
-        config = replace(recipe.rung.config, notes=(*config.notes, *recipe.lines))
+        config = recipe.rung.config
         asked = replace(asked, config=config)
     try:
         shape, settings = ModelShape.of_config(described), settings_of(config)
@@ -83,6 +83,8 @@ def plan(
         found = _from_trace(asked, spread, str(error))
     else:
         found = _in_closed_form(asked, spread, shape, settings, table)
+    if recipe is not None:
+        found = replace(found, chosen=recipe.lines)
     if calibration is None:
         return found
     measured = read_calibration(calibration)
