@@ -13,9 +13,12 @@ from typer.testing import CliRunner
 
 from leantune.cli import command_line, main
 from leantune.errors import NotEnoughRoomError
+from leantune.memory.budget.model_files import read_sizes
 from leantune.training.config import build_config
 from leantune.training.planning.auto import ADAPTER_RATES, FULL_RATES, before_the_data
-from leantune.training.run import load_rows, train
+from leantune.training.planning.need import closed_form
+from leantune.training.planning.settings import batch_shape, settings_of
+from leantune.training.run import build_trainer, load_model, load_rows, plan_of_run, train
 
 QUIET = Console(file=io.StringIO())
 
@@ -90,6 +93,24 @@ def test_on_a_gpu_a_method_that_was_not_set_is_auto(monkeypatch: pytest.MonkeyPa
     assert before_the_data(build_config(values)).method == "auto"
     assert before_the_data(build_config(values)).max_length == 0
     assert before_the_data(build_config({**values, "method": "lora"})).method == "lora"
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_p1_the_runs_own_plan_knows_what_is_recomputed(
+    tiny_model_path: str, tmp_path: Path, every: int, method: str
+) -> None:
+    """The plan of the loaded model, made before transformers turns checkpointing on, is that in closed form."""
+    more = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"every_n_layers": every}}
+    more |= {"method": method, "optim": "adamw", "fused_backward": False, "max_length": 64}
+    config, tokenizer, data = load_rows(tiny_config(tiny_model_path, write_rows(tmp_path, 24), tmp_path / "o", **more))
+    model, velora = load_model(config)
+    plan = plan_of_run(config, build_trainer(config, model, tokenizer, data, velora), data)
+    settings = settings_of(config, batch_shape(config, data.longest, data.padded), cuda=False)
+    closed = closed_form(config, read_sizes(tiny_model_path), settings).saved
+    assert plan is not None and settings.padded
+    kept, planned = (saved["activations"] + saved["loss"] for saved in (plan.saved, closed))
+    assert kept == pytest.approx(planned, rel=0.001)
 
 
 def test_rates_fall_with_size() -> None:

@@ -268,7 +268,7 @@ def build_trainer(
     config: TrainConfig, model: Any, tokenizer: Any, data: PreparedData, velora: VeloraHandle | None
 ) -> LeanTrainer:
     """The trainer of a run, its optimizer and fused backward attached."""
-    arguments = {
+    arguments: dict[str, Any] = {
         "output_dir": config.output_dir,
         "learning_rate": config.rate,
         "weight_decay": config.weight_decay,
@@ -316,6 +316,8 @@ def build_trainer(
     if args.n_gpu > 1:
         args._n_gpu = 1  # transformers would copy the model to every GPU it sees; one device a process (trap P14)
     optimizer = build_optimizer(config, model) if config.ours else None
+    if config.gradient_checkpointing:
+        _recompute(model, dict(arguments["activation_checkpointing_kwargs"]))
     return LeanTrainer(
         config,
         velora,
@@ -327,6 +329,17 @@ def build_trainer(
         processing_class=tokenizer,
         optimizers=(optimizer, None),
     )
+
+
+def _recompute(model: Any, settings: dict[str, Any]) -> None:
+    """Checkpointing as transformers turns it on when training begins, which is after the plan was made."""
+    every, offload = settings.pop("every_n_layers", 1), settings.pop("offload", False)
+    try:
+        model.activation_checkpointing_enable(
+            activation_checkpointing_kwargs=settings, every_n_layers=every, offload=offload
+        )
+    except ValueError as error:
+        raise ConfigError(f"- gradient_checkpointing: {error}") from error
 
 
 def _transformers_bound(config: TrainConfig) -> float:
