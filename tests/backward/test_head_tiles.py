@@ -211,8 +211,10 @@ def test_gradients_that_live_when_a_hook_is_called() -> None:
 
             def watching(param, *rest, model=model, counts=counts, size=size, tracker=tracker, update=update):
                 if param is model.body.weight:
-                    known = tracker._sizes
-                    counts.append(sum(known[a] >= size and tracker._births[a] > 0 for a in tracker._living.values()))
+                    known = tracker._log.sizes
+                    counts.append(
+                        sum(known[a] >= size and tracker._log.births[a] > 0 for a in tracker._log.living.values())
+                    )
                 return update(param, *rest)
 
             optimizer.update = watching

@@ -1,5 +1,6 @@
 """Stages, budgets, advice, solved maxima, several processes; published figures and the headline plans."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,15 @@ from leantune.memory.budget.advice import FREE, advise
 from leantune.memory.budget.comparison import compare, comparison_rows
 from leantune.memory.budget.gpus import card_bytes
 from leantune.memory.budget.largest import MOST_ROWS, largest, parameters, solve
-from leantune.memory.budget.run_stages import COMMUNICATION, CONTEXT, stage_bytes
+from leantune.memory.budget.run_stages import (
+    ADAPTERS,
+    COMMUNICATION,
+    CONTEXT,
+    FRAGMENTATION,
+    FRAGMENTED,
+    peak_bytes,
+    stage_bytes,
+)
 from leantune.memory.budget.sharding import ALONE, Parallel, rank_share
 from leantune.memory.budget.sweep import plot_sweep, sweep
 from leantune.memory.closed_form.model_shape import ModelShape
@@ -55,37 +64,56 @@ def test_eight_bit_adamw_on_opt_13b_takes_27_7_gb_of_states():
     assert total / 1e9 == pytest.approx(27.7, rel=0.01)
 
 
-def test_torchtunes_ladder_on_a_3b():
-    """2 x 4,096 tokens, A100, GiB as torchtune printed them: levels within 5 %, drops within 15 %.
+def printed_by_torchtune(settings, *, loss="chunked", on_host=False):
+    """GiB a plan expects an allocator to print there: no context, but its gaps.
 
-    Compiling is not modelled, so its step and the next two are one. The optimizer in backward saves 1.8 there and more
-    here: there the peak moves to a loss over chunks of logits. From 8 bits on activations lie on the host there.
+    Their loss makes logits in eight chunks, of which all are there, in 16 bits, until their gradients take their place;
+    then the head's gradient is summed chunk by chunk (of a frozen head one chunk's logits come on top). ``on_host``:
+    saved activations lie there.
+    """
+    staged, logits = stage_bytes(LLAMA_3B, settings), settings.tokens * LLAMA_3B.vocabulary * 2
+    head = LLAMA_3B.vocabulary * LLAMA_3B.hidden * 2
+    candidates = [stage.parts for stage in staged.stages]
+    if loss == "chunked":
+        beside = 2 * head if settings.method == "full" else logits // 8
+        candidates.append({**staged.saved, LOSS: logits + beside})
+
+    def reserved(parts):
+        tensors = {part: size for part, size in parts.items() if part not in (CONTEXT, FRAGMENTATION)}
+        if on_host:
+            tensors[ACTIVATIONS] = 0
+        still = sum(tensors[part] for part in (WEIGHTS, ADAPTERS, OPTIMIZER_STATES))
+        return sum(tensors.values()) + FRAGMENTED * (sum(tensors.values()) - still)
+
+    return max(map(reserved, candidates)) / GIB
+
+
+def test_torchtunes_ladder_on_a_3b():
+    """2 x 4,096 tokens, A100, GiB as torchtune printed them: every level within 3 %, drops within 15 %.
+
+    Compiling is not modelled, so its step and the next two are one. Two drops of under 2 GiB are small differences of
+    such levels: the optimizer in backward saves 1.8 there and 2.4 here (the peak moves from all gradients to the loss),
+    activations on the host 1.3 and 1.6.
     """
     ordinary = RunSettings(2, 4096, optim="adamw_torch_fused", fused=False, exact_loss=False)
     recomputed = replace(ordinary, exact_loss=True, checkpoint_every=1)
-    eight_bit = replace(recomputed, optim="adamw_bnb_8bit", fused=True)
+    in_backward = replace(recomputed, fused=True)
     adapters = replace(recomputed, method="lora", adapter_dtype="bfloat16")
-    found = {
-        name: peak(LLAMA_3B, settings).total / GIB
-        for name, settings in {
-            "packed": ordinary,
-            "checkpointing": recomputed,
-            "in backward": replace(recomputed, fused=True),
-            "8-bit": eight_bit,
-            "LoRA": adapters,
-            "QLoRA": replace(adapters, method="qlora"),
-        }.items()
+    ladder = {
+        "packed": (60.0, printed_by_torchtune(ordinary, loss="whole")),
+        "checkpointing": (24.9, printed_by_torchtune(recomputed)),
+        "in backward": (23.1, printed_by_torchtune(in_backward)),
+        "activations on the host": (21.8, printed_by_torchtune(in_backward, on_host=True)),
+        "8-bit": (17.6, printed_by_torchtune(replace(in_backward, optim="adamw_bnb_8bit"), on_host=True)),
+        "LoRA": (8.5, printed_by_torchtune(adapters, on_host=True)),
+        "QLoRA": (4.6, printed_by_torchtune(replace(adapters, method="qlora"), on_host=True)),
     }
-    assert list(found.values()) == sorted(found.values(), reverse=True)
-    for name, printed in {"packed": 60.0, "checkpointing": 24.9, "in backward": 23.1, "8-bit": 17.6}.items():
-        assert found[name] == pytest.approx(printed, rel=0.05), name
-    for above, below, printed in (
-        ("packed", "checkpointing", 60.0 - 24.9),
-        ("in backward", "8-bit", 21.8 - 17.6),
-        ("8-bit", "LoRA", 17.6 - 8.5),
-        ("LoRA", "QLoRA", 8.5 - 4.6),
-    ):
-        assert found[above] - found[below] == pytest.approx(printed, rel=0.15), (above, below)
+    for name, (printed, found) in ladder.items():
+        assert found == pytest.approx(printed, rel=0.03), name
+    levels = list(ladder.items())
+    for (_, above), (name, below) in itertools.pairwise(levels):
+        drop = above[0] - below[0]
+        assert above[1] - below[1] == pytest.approx(drop, rel=0.15 if drop > 2 else 0.35), name
 
 
 # -- headlines ---------------------------------------------------------------------------------------------------------
@@ -140,7 +168,12 @@ def test_without_a_fused_backward_the_first_step_holds_gradients_and_states():
     settings = RunSettings(1, 16, optim="adamw", fused=False)
     staged, table = stage_bytes(SMALL, settings), WeightTable(SMALL, settings)
     first = next(stage for stage in staged.stages if stage.name == "first step")
-    assert first.parts[GRADIENTS] == table.gradient_bytes and first.parts[OPTIMIZER_STATES] == table.state_bytes
+    assert first.parts[GRADIENTS] == table.gradient_bytes
+    # All states but those of the last vectors, whose update is smaller than the update before it.
+    assert 0.99 * table.state_bytes < first.parts[OPTIMIZER_STATES] <= table.state_bytes
+    fused = stage_bytes(SMALL, RunSettings(4, 512, optim="adamw"))
+    by_name = {stage.name: stage for stage in fused.stages}
+    assert by_name["first step"].parts[OPTIMIZER_STATES] < by_name["steady step"].parts[OPTIMIZER_STATES]
 
 
 def test_advice_saves_what_it_says_and_is_ranked():
@@ -163,7 +196,7 @@ def test_the_largest_runs_fit_and_the_next_do_not():
     settings, budget = RunSettings(1, 512), int(0.75 * GIB)
     found = largest(SMALL, settings, ALONE, budget)
     for fits, does_not in (
-        (replace(settings, batch_size=found.batch_size), replace(settings, batch_size=found.batch_size + 1)),
+        (settings.with_rows(found.batch_size), settings.with_rows(found.batch_size + 1)),
         (replace(settings, length=found.length), replace(settings, length=found.length + 64)),
     ):
         assert peak(SMALL, fits).total <= budget < peak(SMALL, does_not).total
@@ -240,3 +273,9 @@ def test_a_sweep_grows_and_is_drawn(tmp_path):
 def test_g13_the_plan_shows_where_the_logits_were():
     whole = peak(LLAMA_8B, replace(TERNARY, exact_loss=False))
     assert whole.parts[LOSS] > 2048 * 128_256 * 8 and peak(LLAMA_8B, TERNARY).parts[LOSS] <= 64 << 20
+
+
+@pytest.mark.parametrize("settings", [TERNARY, replace(TERNARY, optim="adamw", fused=False), RunSettings(4, 512)])
+def test_the_peak_alone_is_that_of_all_stages(settings):
+    for way in (settings, replace(settings, method="lora"), replace(settings, exact_loss=False, padded=True)):
+        assert peak_bytes(SMALL, way) == peak(SMALL, way).total

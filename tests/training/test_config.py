@@ -26,7 +26,7 @@ def problems(*flags: str) -> str:
         ("--device_map=auto", "one device per process"),
         ("--optim_args=x", "write the setting itself"),
         ("--optim=ternary_adam", "ternary_adamw"),
-        ("--method=auto", "write full, lora or qlora"),
+        ("--method=freeze", "write auto, full, lora or qlora"),
         ("--dtype=int8", "bfloat16"),
         ("--max_length=many", "takes int"),
         ("--betas=[0.9]", "two numbers"),

@@ -10,7 +10,7 @@ from rich.console import Console
 from tiny_runs import tiny_config, without_pictures, write_rows
 from transformers import AutoModelForCausalLM
 
-from leantune.errors import ConfigError, StateMismatchError
+from leantune.errors import ConfigError, NotEnoughRoomError, StateMismatchError
 from leantune.training import run as run_module
 from leantune.training.checkpoints import checkpoints
 from leantune.training.config import build_config
@@ -251,8 +251,9 @@ def test_a_run_refused_by_its_budget_leaves_the_folder_as_it_was(
     out = tmp_path / "out"
     train(config(tiny_model_path, rows, out, save_steps=1, max_steps=1), console=QUIET)
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    with pytest.raises(ConfigError, match=r"memory_budget is 1MiB, and the plan needs [1-9][\d.]* MiB"):
-        train(config(tiny_model_path, rows, out, max_steps=2, resume=True, memory_budget="1MiB"), console=QUIET)
+    with pytest.raises(NotEnoughRoomError, match=r"memory_budget is 1MiB, and the plan needs [1-9][\d.]* MiB"):
+        small = {"memory_budget": "1MiB", "method": "full"}
+        train(config(tiny_model_path, rows, out, max_steps=2, resume=True, **small), console=QUIET)
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
 

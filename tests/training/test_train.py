@@ -15,7 +15,7 @@ from rich.console import Console
 from tiny_runs import tiny_config, without_pictures, write_rows
 from transformers import AutoModelForCausalLM
 
-from leantune.errors import ConfigError, NonFiniteError
+from leantune.errors import ConfigError, NonFiniteError, NotEnoughRoomError
 from leantune.training.checkpoints import checkpoints
 from leantune.training.run import train
 from leantune.training.trainer import LeanTrainer
@@ -154,7 +154,7 @@ def test_lora_trains_adapters_alone(tiny_model_path: str, rows: str, tmp_path: P
 @pytest.mark.usefixtures("no_pictures")
 def test_an_old_run_is_not_overwritten_and_a_budget_is_held(tiny_model_path: str, rows: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(ConfigError, match="memory_budget"):
+    with pytest.raises(NotEnoughRoomError, match="memory_budget is 1MiB"):
         train(config(tiny_model_path, rows, out, memory_budget="1MiB"), console=QUIET)
     train(config(tiny_model_path, rows, out, max_steps=3), console=QUIET)
     with pytest.raises(ConfigError, match="resume: true"):

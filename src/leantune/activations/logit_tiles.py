@@ -1,61 +1,15 @@
 """Logits of an output layer, one (tokens x vocabulary) tile at a time, within a number of bytes.
 
 The loss walks the same tiles twice: forward to sum exponentials, backward to make gradients. What a tile is made of
-(widened weight rows, widened hidden states, the logits and their working copy) is planned here, from bytes.
+(widened weight rows, widened hidden states, the logits and their working copy) is planned from bytes (`.tile_plan`).
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from leantune.errors import InvalidArgumentError
-
-NARROW = 256
-"""Vocabulary entries below which a tile is too narrow for a fast matrix product: tokens are tiled as well."""
-ALIGNED = 64
-"""Widths above this are rounded down to a multiple of it."""
-
-
-@dataclass(frozen=True)
-class TileCost:
-    """Bytes that a tile of n tokens x t vocabulary entries takes: n * t * cell + t * column + n * row."""
-
-    cell: int
-    """Per logit: the logit itself and its working copies."""
-    column: int
-    """Per vocabulary entry: its widened weights and the gradient of them before rounding."""
-    row: int
-    """Per token: its gathered or widened hidden states."""
-
-    def of(self, tokens: int, width: int) -> int:
-        return tokens * width * self.cell + width * self.column + tokens * self.row
-
-
-def plan_tiles(tokens: int, vocabulary: int, cost: TileCost, tile_bytes: int) -> tuple[int, int]:
-    """(tokens, vocabulary entries) of a tile: all tokens if that leaves `NARROW` entries, otherwise some of both.
-
-    Raises: InvalidArgumentError if one token and one vocabulary entry need more than ``tile_bytes``.
-    """
-    smallest = cost.of(1, 1)
-    if smallest > tile_bytes:
-        raise InvalidArgumentError(
-            f"tile_bytes={tile_bytes}: one token and one vocabulary entry of this head need {smallest} bytes; "
-            f"pass at least that, or {4 * NARROW * smallest} for speed"
-        )
-    width = (tile_bytes - tokens * cost.row) // (tokens * cost.cell + cost.column)
-    if width >= min(NARROW, vocabulary):
-        return tokens, _aligned(min(width, vocabulary), vocabulary)
-    # Half of the bytes for what a vocabulary entry costs by itself, the rest for tokens.
-    width = min(NARROW, vocabulary, tile_bytes // 2 // max(1, cost.column))
-    width = max(1, min(width, (tile_bytes - cost.row) // (cost.cell + cost.column)))
-    rows = (tile_bytes - width * cost.column) // (width * cost.cell + cost.row)
-    return max(1, min(rows, tokens)), width
-
-
-def _aligned(width: int, vocabulary: int) -> int:
-    return width if width >= vocabulary or width < ALIGNED else width // ALIGNED * ALIGNED
+from leantune.activations.tile_plan import TileCost, plan_tiles
 
 
 class LogitTiles:

@@ -21,11 +21,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from leantune.activations.tile_plan import TILE_BYTES
 from leantune.activations.tiled_cross_entropy import TiledCrossEntropy
 from leantune.errors import InvalidArgumentError, InvalidTypeError
-
-TILE_BYTES = 64 << 20
-"""Bytes of one tile of logits with its working copies."""
 
 
 def linear_cross_entropy(

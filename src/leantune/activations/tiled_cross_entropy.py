@@ -16,9 +16,8 @@ from torch.amp import is_autocast_available
 from torch.autograd.function import once_differentiable
 
 from leantune.activations.logit_tiles import LogitTiles
+from leantune.activations.tile_plan import ROUNDED_TOGETHER
 from leantune.errors import BackwardError
-
-_ROUNDED_TOGETHER = 1 << 18
 
 
 class TiledCrossEntropy(torch.autograd.Function):
@@ -197,7 +196,7 @@ class _Walks:
 def _rounded_(tile: Tensor, dtype: torch.dtype) -> Tensor:
     """The contiguous ``tile`` with every number rounded to one that ``dtype`` holds, in place."""
     if tile.dtype != dtype:
-        for part in tile.view(-1).split(_ROUNDED_TOGETHER):
+        for part in tile.view(-1).split(ROUNDED_TOGETHER):
             part.copy_(part.to(dtype))
     return tile
 

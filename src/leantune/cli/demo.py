@@ -160,6 +160,7 @@ def _train_side(name: str, tiny: bool, output_dir: Path, size: Size) -> None:
             "output_dir": str(folder),
             "max_length": 512 if tiny else 256,
             "per_device_train_batch_size": ROWS_A_STEP,
+            "method": "full",
             "max_steps": size.steps,
             "warmup_steps": max(1, size.steps // 10),
             "save_strategy": "no",

@@ -72,12 +72,12 @@ def plan(
 def _more(found: "RunPlan", *, compare: bool, sweep: Path | None) -> None:
     from leantune.memory.budget.comparison import compare as compare_ways
     from leantune.memory.budget.comparison import comparison_rows
-    from leantune.memory.budget.model_files import read_config
+    from leantune.memory.budget.model_files import read_sizes
     from leantune.memory.budget.run_plan import columns
     from leantune.memory.budget.sweep import plot_sweep
     from leantune.memory.closed_form.model_shape import ModelShape
 
-    shape, budget = ModelShape.of_config(read_config(found.model)), found.budgets.memory
+    shape, budget = ModelShape.of_config(read_sizes(found.model)), found.budgets.memory
     if compare:
         rows = comparison_rows(compare_ways(shape, found.settings, found.parallel), budget)
         print(f"side by side at {found.where}, peaks of a run:")

@@ -10,9 +10,14 @@ leantune train config.yaml --learning_rate 1e-4 --max-steps 100
 
 leantune train --model_name_or_path ./model --dataset rows.jsonl --output_dir runs/first
 
+leantune train --model_name_or_path ./model --dataset rows.jsonl --memory_budget 24GiB
+
 leantune train config.yaml --method lora --lora_r 8 --packing
 
 leantune train config.yaml --resume
+
+With memory_budget and no method, how to train is chosen and explained (method: auto). Exit codes: 0 trained, 2 bad
+input, 3 the plan exceeds memory_budget (--force trains all the same).
 """
 
 
@@ -26,7 +31,7 @@ def train(
         show_default=False,
     ),
 ) -> None:
-    """Fine-tune a model: all of its parameters (method: full), or adapters (method: lora)."""
+    """Fine-tune a model: all of its parameters (method: full), adapters (lora, qlora), or what fits (auto)."""
     given = list(arguments or [])
     path = given.pop(0) if given and not given[0].startswith("--") else None
     # Wrong keys are told before torch and the data libraries are loaded.

@@ -12,13 +12,35 @@ In a training run::
     reset_process_peak(); ...; process_peak().peak    # the operating system's view
 """
 
-from leantune.memory.measured.process import ProcessMemory, process_peak, reset_process_peak
-from leantune.memory.measured.timeline import MemoryTimeline
-from leantune.memory.measured.tracker import MemoryTracker, track
-from leantune.memory.parts import LABELS, PARTS
-from leantune.memory.reports.calibration import Calibration, read_calibration
-from leantune.memory.sizes import format_bytes, parse_size
-from leantune.memory.traced.plan import Plan, plan_run
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from leantune.memory.measured.process import ProcessMemory, process_peak, reset_process_peak
+    from leantune.memory.measured.timeline import MemoryTimeline
+    from leantune.memory.measured.tracker import MemoryTracker, track
+    from leantune.memory.parts import LABELS, PARTS
+    from leantune.memory.reports.calibration import Calibration, read_calibration
+    from leantune.memory.sizes import format_bytes, parse_size
+    from leantune.memory.traced.plan import Plan, plan_run
+
+_HOMES = {
+    "ProcessMemory": "leantune.memory.measured.process",
+    "process_peak": "leantune.memory.measured.process",
+    "reset_process_peak": "leantune.memory.measured.process",
+    "MemoryTimeline": "leantune.memory.measured.timeline",
+    "MemoryTracker": "leantune.memory.measured.tracker",
+    "track": "leantune.memory.measured.tracker",
+    "LABELS": "leantune.memory.parts",
+    "PARTS": "leantune.memory.parts",
+    "Calibration": "leantune.memory.reports.calibration",
+    "read_calibration": "leantune.memory.reports.calibration",
+    "format_bytes": "leantune.memory.sizes",
+    "parse_size": "leantune.memory.sizes",
+    "Plan": "leantune.memory.traced.plan",
+    "plan_run": "leantune.memory.traced.plan",
+}
+"""Imported on first use: planning in closed form needs no torch."""
 
 __all__ = [
     "LABELS",
@@ -36,3 +58,9 @@ __all__ = [
     "reset_process_peak",
     "track",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'leantune.memory' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

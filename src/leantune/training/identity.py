@@ -27,6 +27,7 @@ _EXTRA = (
     "data_seed",
     "shuffle_dataset",
     "dataloader_drop_last",
+    "train_sampling_strategy",
 )
 
 

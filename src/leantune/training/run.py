@@ -17,9 +17,10 @@ from trl import SFTConfig
 from leantune.activations.velora.apply import apply_velora
 from leantune.activations.velora.handle import VeloraHandle
 from leantune.activations.velora.report import VeloraReport
-from leantune.errors import ConfigError, InvalidArgumentError
+from leantune.errors import ConfigError, InvalidArgumentError, NotEnoughRoomError
 from leantune.kernels.half_linear import use_fp32_products
 from leantune.memory import MemoryTimeline, MemoryTracker, Plan, format_bytes, parse_size, plan_run
+from leantune.memory.parts import OPTIMIZER_STATES
 from leantune.memory.reports.plots import plot_memory
 from leantune.training.checkpoints import VELORA_FILE, at_the_end, check_checkpoint, checkpoints, holds_model
 from leantune.training.config import LORA_METHODS, TrainConfig
@@ -30,9 +31,12 @@ from leantune.training.identity import check_identity, write_identity
 from leantune.training.log import RunLog
 from leantune.training.moved import MovedShare
 from leantune.training.optimizers import build_optimizer, plain_optimizer
+from leantune.training.planning.auto import before_the_data, refuse_what_does_not_fit, settled
+from leantune.training.planning.settings import batch_shape
 from leantune.training.pretrained import load_tokenizer, model_limits
 from leantune.training.progress import ProgressBar
 from leantune.training.quantised_base import check_bitsandbytes, check_trainable, quantisation, settle
+from leantune.training.save_probe import SaveProbe
 from leantune.training.summary import header, summary, write_summary
 from leantune.training.trainer import LeanTrainer, base_model
 from leantune.training.velora_probe import exact_where_poor
@@ -59,8 +63,8 @@ class TrainResult:
 def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult:
     """Fine-tune the model a config names; writes the model, log.jsonl, plots and reports into ``output_dir``.
 
-    Raises ConfigError before the model is loaded where config or data cannot work, and where ``memory_budget`` is
-    exceeded by the plan; NonFiniteError where the loss leaves the numbers.
+    Raises ConfigError before the model is loaded where config or data cannot work, NotEnoughRoomError where the plan
+    exceeds ``memory_budget``; NonFiniteError where the loss leaves the numbers.
     """
     console = console or Console()
     output = Path(config.output_dir)
@@ -69,6 +73,9 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     check_bitsandbytes(config)
     resume_from = _checkpoint_to_resume(config, output)
     config, tokenizer, data = load_rows(config)
+    if data.recipe is not None:
+        console.print(f"method: auto\n{data.recipe}", highlight=False)
+    refuse_what_does_not_fit(config, data)
     if resume_from is not None:
         check_identity(config, data, output)
     finished = resume_from is not None and _only_the_model_is_missing(config, resume_from, output)
@@ -89,7 +96,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     log = RunLog(output, moved, append=resume_from is not None)
     probe, bar = _MemoryProbe(trainer), ProgressBar(console)
     trainer.remove_callback(PrinterCallback)
-    for callback in (moved, log, probe, bar):
+    for callback in (SaveProbe(trainer, plan.parts[OPTIMIZER_STATES] if plan else 0), moved, log, probe, bar):
         trainer.add_callback(callback)
     if resume_from is None and velora is not None and config.velora_min_cosine is not None:
         console.print(exact_where_poor(trainer, velora, config.velora_min_cosine), highlight=False)
@@ -137,13 +144,15 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
 
 
 def load_rows(config: TrainConfig) -> tuple[TrainConfig, Any, PreparedData]:
-    """The config with its max_length in tokens, the tokenizer, and the rows of a run as its trainer takes them; sets
-    the run's seed first."""
+    """The config with its method decided and its max_length in tokens, the tokenizer, and the rows of a run as its
+    trainer takes them; sets the run's seed first."""
     check_bitsandbytes(config)
+    config = before_the_data(config)
     set_seed(config.seed)
     tokenizer = load_tokenizer(config.model_name_or_path)
     data = load_data(config, tokenizer, model_limits(config.model_name_or_path))
-    return dataclasses.replace(config, max_length=data.max_length), tokenizer, data
+    config, data.recipe = settled(dataclasses.replace(config, max_length=data.max_length), data)
+    return config, tokenizer, data
 
 
 @dataclass(frozen=True)
@@ -279,7 +288,7 @@ def _velora(config: TrainConfig, model: Any) -> VeloraHandle | None:
 
 def build_trainer(config: TrainConfig, loaded: LoadedModel, tokenizer: Any, data: PreparedData) -> LeanTrainer:
     """The trainer of a run, its optimizer and fused backward attached, checkpointing on where it was asked for."""
-    arguments = {
+    arguments: dict[str, Any] = {
         "output_dir": config.output_dir,
         "learning_rate": config.rate,
         "weight_decay": config.weight_decay,
@@ -331,6 +340,7 @@ def build_trainer(config: TrainConfig, loaded: LoadedModel, tokenizer: Any, data
         config,
         loaded.velora,
         loaded.savings.loss,
+        lengths=None if config.packing else data.lengths,
         model=loaded.model,
         args=args,
         train_dataset=data.train,
@@ -360,19 +370,14 @@ def plan_of_run(config: TrainConfig, trainer: LeanTrainer, data: PreparedData) -
             optimizer = trainer.create_optimizer()
         except (ImportError, ValueError) as error:
             raise ConfigError(f"- optim: {config.optim} cannot be used here: {error}") from error
-    rows, length = config.per_device_train_batch_size, data.longest
-    # Rows of one length, and rows alone, need no attention mask.
-    padded = rows > 1 and data.padded
-    if config.packing:
-        # TRL lays a batch of packed rows out as one row, with a mask that keeps them apart.
-        rows, length, padded = 1, rows * config.max_length, True
+    batch = batch_shape(config, data.longest, data.padded)
     try:
         return plan_run(
             base_model(trainer.model),
             getattr(optimizer, "optimizer", optimizer),
-            batch_size=rows,
-            length=length,
-            padded=padded,
+            batch_size=batch.rows,
+            length=batch.length,
+            padded=batch.padded,
             fused=config.fused,
             clip=config.clip_mode if config.fused else "none",  # type: ignore[arg-type]
             loss="exact" if trainer.exact_loss else "full_logits",
@@ -392,11 +397,11 @@ def plan_of_run(config: TrainConfig, trainer: LeanTrainer, data: PreparedData) -
 def _hold_against_budget(config: TrainConfig, plan: Plan | None) -> None:
     if config.memory_budget is None or plan is None:
         return
-    if plan.total > parse_size(config.memory_budget):
-        raise ConfigError(
-            f"- memory_budget is {config.memory_budget}, and the plan needs {format_bytes(plan.total)} at "
-            f"{plan.where}. Lower per_device_train_batch_size or max_length, turn on gradient_checkpointing, or choose "
-            "method: lora or qlora."
+    if plan.total > parse_size(config.memory_budget) and not config.force:
+        raise NotEnoughRoomError(
+            f"memory_budget is {config.memory_budget}, and the plan needs {format_bytes(plan.total)} at {plan.where}. "
+            "Lower per_device_train_batch_size or max_length, turn on gradient_checkpointing, or choose "
+            "method: lora or qlora. --force trains all the same."
         )
 
 

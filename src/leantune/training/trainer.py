@@ -1,6 +1,7 @@
 """LeanTrainer: TRL's SFT trainer with the loss without logits, fused backward, and checkpoints that are whole or
 absent."""
 
+import copy
 import math
 import os
 import shutil
@@ -17,6 +18,7 @@ from leantune.errors import ConfigError, NonFiniteError
 from leantune.training.attach import attach
 from leantune.training.checkpoints import VELORA_FILE, checkpoints, remove_whole
 from leantune.training.config import TrainConfig
+from leantune.training.data.batch_order import LongestFirst
 from leantune.training.first_step import check_all_reached
 
 _UNUSED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "labels")
@@ -24,9 +26,18 @@ _UNUSED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "se
 
 class LeanTrainer(SFTTrainer):
     """Trains on already tokenised rows. ``lean`` is the run's config, ``velora`` the handle of its projection, if any;
-    ``exact_loss``: the loss is computed without logits. Exact savings are in the model already."""
+    ``exact_loss``: the loss is computed without logits. Exact savings are in the model already. ``lengths``: the tokens
+    of each training row, where they are known: the longest then come first."""
 
-    def __init__(self, lean: TrainConfig, velora: VeloraHandle | None, exact_loss: bool, **arguments: Any) -> None:
+    def __init__(
+        self,
+        lean: TrainConfig,
+        velora: VeloraHandle | None,
+        exact_loss: bool,
+        *,
+        lengths: Any | None = None,
+        **arguments: Any,
+    ) -> None:
         trained = [(param, param.data) for param in arguments["model"].parameters() if param.requires_grad]
         super().__init__(**arguments)
         for param, data in trained:
@@ -35,6 +46,7 @@ class LeanTrainer(SFTTrainer):
         self.lean = lean
         self.velora = velora
         self.exact_loss = exact_loss
+        self._lengths = lengths
         self.model_accepts_loss_kwargs = True  # compute_loss divides by the tokens of the whole step
         self.tokens_seen = 0
         self._first_step_done = False
@@ -58,9 +70,22 @@ class LeanTrainer(SFTTrainer):
         settings: dict[str, Any] = dict(self.args.activation_checkpointing_kwargs or {})  # type: ignore[arg-type]
         every, offload = settings.pop("every_n_layers", 1), settings.pop("offload", False)
         model: Any = self.model
-        model.activation_checkpointing_enable(
-            activation_checkpointing_kwargs=settings or None, every_n_layers=every, offload=offload
-        )
+        try:
+            model.activation_checkpointing_enable(
+                activation_checkpointing_kwargs=settings or None, every_n_layers=every, offload=offload
+            )
+        except ValueError as error:
+            raise ConfigError(f"- gradient_checkpointing: {error}") from error
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        """Rows in a random order, the longest in the first step; steps of rows of like length where they are
+        wanted. Any other order is transformers'."""
+        strategy = str(self.args.train_sampling_strategy)
+        if self._lengths is None or strategy not in ("random", "group_by_length"):
+            return super()._get_train_sampler(train_dataset)
+        rows = self.args.train_batch_size * self.args.world_size * self.args.gradient_accumulation_steps
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return LongestFirst(self._lengths, rows, seed, grouped=strategy == "group_by_length")
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
@@ -162,7 +187,15 @@ class LeanTrainer(SFTTrainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Written into a folder aside, then renamed: a checkpoint that carries the name is whole."""
-        final = self._folder / f"checkpoint-{self.state.global_step}"
+        written = self._write_aside(model, trial)
+        final = self._folder / written.name
+        remove_whole(final)
+        os.replace(written, final)
+        shutil.rmtree(written.parent, ignore_errors=True)
+        self._drop_old_checkpoints()
+
+    def _write_aside(self, model: nn.Module, trial: Any) -> Path:
+        """Write a whole checkpoint, down to the disk, into a folder that no reader looks into; returns it."""
         aside = self._folder / ".saving"
         shutil.rmtree(aside, ignore_errors=True)
         self._aside = aside
@@ -170,17 +203,24 @@ class LeanTrainer(SFTTrainer):
             super()._save_checkpoint(model, trial)
         finally:
             self._aside = None
-        written = aside / final.name
+        written = aside / f"checkpoint-{self.state.global_step}"
         if self.velora is not None:
             self.velora.save(written / VELORA_FILE)
         for path in written.rglob("*"):
             if path.is_file():
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
-        remove_whole(final)
-        os.replace(written, final)
-        shutil.rmtree(aside, ignore_errors=True)
-        self._drop_old_checkpoints()
+        return written
+
+    def probe_checkpoint(self) -> int:
+        """Write a checkpoint aside and remove it again; returns its bytes. Training's state is left as it was."""
+        kept = copy.deepcopy(self.state.stateful_callbacks)
+        try:
+            written = self._write_aside(self.model, None)  # type: ignore[arg-type]
+            return sum(path.stat().st_size for path in written.rglob("*") if path.is_file())
+        finally:
+            self.state.stateful_callbacks = kept
+            shutil.rmtree(self._folder / ".saving", ignore_errors=True)
 
     def save_checkpoint(self) -> None:
         """Write a checkpoint of where training stands now."""

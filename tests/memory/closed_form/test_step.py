@@ -1,7 +1,9 @@
 """The closed form against a step of the same tiny model walked on fake tensors: to the byte."""
 
+import json
 import warnings
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,8 +11,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import leantune as lt
 from leantune.errors import InvalidArgumentError
+from leantune.memory.budget.model_files import read_config, read_sizes
 from leantune.memory.closed_form.model_shape import ModelShape
+from leantune.memory.closed_form.optimizer_cost import OptimizerCost, Trained
 from leantune.memory.closed_form.settings import RunSettings, quantised_bytes
+from leantune.memory.closed_form.state_bytes import state_bytes
 from leantune.memory.closed_form.step import walk_evaluation, walk_step
 from leantune.memory.closed_form.weights import WeightTable
 from leantune.memory.parts import ACTIVATIONS, INPUTS, LOSS, OPTIMIZER_STATES, WEIGHTS
@@ -82,7 +87,7 @@ def traced(case, settings, table):
     temporaries = {id(p): table[name.replace(".base_layer", "")].update_bytes for name, p in trained.items()}
     step = TracedStep(
         loss=exact_loss if settings.exact_loss else full_logits_loss,
-        batch=token_batch(settings.batch_size, settings.length, torch.device("cpu")),
+        batch=token_batch(settings.batch_size, settings.length, torch.device("cpu"), padded=settings.padded),
         updated=ids,
         in_tiles=ids if table.tileable else frozenset(),
         fused=settings.fused,
@@ -90,7 +95,7 @@ def traced(case, settings, table):
         micro_batches=settings.micro_batches,
         accumulate=settings.accumulate,
         autocast=None,
-        padded=False,
+        padded=settings.padded,
         cost=UpdateCost(table.state_bytes, temporaries, table.whole_update_bytes),
     )
     return trace_step(model, step)
@@ -111,6 +116,11 @@ CASES = {
     "qwen3, recomputed": Case({"checkpoint_every": 1}, family="qwen3"),
     "gemma 3, half recomputed": Case({"checkpoint_every": 2}, family="gemma3_text"),
     "experts": Case(family="qwen3_moe"),
+    "padded": Case({"padded": True}),
+    "padded fp32, half recomputed": Case(
+        {"padded": True, "dtype": "float32", "optim": "adamw", "fused": False, "checkpoint_every": 2, "length": 300}
+    ),
+    "one packed row": Case({"padded": True, "batch_size": 1, "length": 300, "checkpoint_every": 1}),
     "LoRA": Case({"method": "lora", "optim": "adamw_torch", "fused": False, "lora_rank": 8}),
     "LoRA, recomputed": Case({"method": "lora", "optim": "ternary_adamw", "lora_rank": 8, "checkpoint_every": 1}),
     "LoRA, dropout": Case({"method": "lora", "optim": "ternary_adamw", "lora_rank": 8, "lora_dropout": 0.1}),
@@ -130,6 +140,10 @@ CASES = {
     ),
 }
 SLOW = {
+    "padded gemma 3": Case({"padded": True}, family="gemma3_text"),
+    "padded qwen3, recomputed": Case({"padded": True, "checkpoint_every": 1}, family="qwen3"),
+    "padded, no shared heads": Case({"padded": True}, sizes={"num_key_value_heads": 4}),
+    "padded LoRA": Case({"method": "lora", "optim": "adamw", "fused": False, "lora_rank": 8, "padded": True}),
     "fused, wide vocabulary": Case(sizes={"vocab_size": 3000}),
     "micro-batches, ordinary": Case({"micro_batches": 2, "optim": "sgd", "fused": False}),
     "qwen2": Case(family="qwen2"),
@@ -265,3 +279,55 @@ def test_what_is_not_in_closed_form_is_said():
         WeightTable(ModelShape.of_config(small_config()), RunSettings(optim="galore_adamw"))
     with pytest.raises(InvalidArgumentError, match="length is 0"):
         RunSettings(length=0)
+
+
+SHAPES = [(200, 64), (64, 200), (7, 300), (40_000, 24), (70_000, 24), (300, 15), (4, 48, 64), (64,), (128, 140_000)]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_states_by_arithmetic_are_the_rules_layouts(rule):
+    options = [{}]
+    if rule in ("adamw", "ternary_adamw"):
+        options.append({"master_bits": 24})
+    if rule == "ternary_adamw":
+        options += [{"carry_rank": 0, "momentum_planes": 2}, {"block_size": 64, "carry_rank": 8}]
+    for one in options:
+        cost = OptimizerCost(rule, one)
+        for shape in SHAPES:
+            for dtype in ("bfloat16", "float32"):
+                found = state_bytes(rule, one, shape, dtype)
+                assert found is not None and found == cost._by_the_rule(Trained(shape, dtype)), (one, shape, dtype)
+    assert cost.tileable == RULES[rule].tileable
+
+
+def test_settings_that_arithmetic_does_not_know_are_left_to_the_rule():
+    assert state_bytes("ternary_adamw", {"block_size": 100}, (64, 64), "bfloat16") is None
+    with pytest.raises(InvalidArgumentError, match="block_size is 100"):
+        OptimizerCost("ternary_adamw", {"block_size": 100}).layout_bytes(Trained((64, 64), "bfloat16"))
+
+
+def test_numbers_written_twice_are_equal():
+    from leantune.backward.accumulation import KINDS
+    from leantune.codec import tiles
+    from leantune.memory.closed_form import loss
+    from leantune.memory.closed_form import state_bytes as arithmetic
+    from leantune.optim import gradient
+    from leantune.training.config.checks import ACCUMULATED_IN
+
+    assert arithmetic.TILE_ELEMENTS == tiles.TILE_ELEMENTS and loss.NORM_CHUNK == gradient.NORM_CHUNK
+    assert ACCUMULATED_IN == KINDS
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "mixtral"])
+def test_sizes_read_from_the_file_alone_are_those_of_transformers_config(family, tmp_path):
+    small_config(family).save_pretrained(tmp_path)
+    assert isinstance(read_sizes(str(tmp_path)), SimpleNamespace)
+    assert ModelShape.of_config(read_sizes(str(tmp_path))) == ModelShape.of_config(read_config(str(tmp_path)))
+
+
+def test_a_file_that_leaves_a_size_to_a_default_is_read_by_transformers(tmp_path):
+    small_config().save_pretrained(tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())
+    del said["tie_word_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    assert ModelShape.of_config(read_sizes(str(tmp_path))).tied is bool(read_config(str(tmp_path)).tie_word_embeddings)

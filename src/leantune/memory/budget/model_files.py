@@ -5,6 +5,7 @@ import struct
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from leantune.errors import InvalidArgumentError
@@ -28,6 +29,36 @@ class WeightFiles:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(self.bytes_by_dtype.values())
+
+
+_ALWAYS = frozenset(
+    {
+        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+        "intermediate_size", "tie_word_embeddings", "max_position_embeddings",
+    }
+)  # fmt: skip
+_NEEDED = {
+    "llama": _ALWAYS,
+    "mistral": _ALWAYS,
+    "qwen2": _ALWAYS,
+    "qwen3": _ALWAYS | {"head_dim"},
+    "gemma": _ALWAYS | {"head_dim"},
+    "gemma3_text": _ALWAYS | {"head_dim", "layer_types"},
+    "mixtral": _ALWAYS | {"num_local_experts", "num_experts_per_tok"},
+}
+"""Keys whose defaults only transformers knows, by ``model_type``."""
+
+
+def read_sizes(name: str) -> Any:
+    """What `ModelShape.of_config` reads of a model: its config.json where all that matters stands in it, which takes no
+    time; else its transformers config, as `read_config` has it."""
+    try:
+        said = json.loads((Path(name) / "config.json").read_text(encoding="utf-8"))
+        if _NEEDED[said["model_type"]] <= said.keys():
+            return SimpleNamespace(**said)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    return read_config(name)
 
 
 def read_config(name: str) -> Any:

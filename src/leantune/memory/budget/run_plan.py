@@ -42,6 +42,8 @@ class RunPlan:
     tiers: Mapping[str, int] = field(default_factory=dict)
     """Bytes of tensors at a steady step's peak, by tier: closed, traced, measured."""
     notes: tuple[str, ...] = ()
+    chosen: tuple[str, ...] = ()
+    """What ``method: auto`` chose, in five lines; empty where the method was set."""
 
     @property
     def where(self) -> str:
@@ -114,6 +116,7 @@ class RunPlan:
     def table(self) -> str:
         """All of it as text."""
         lines = [
+            *(("method: auto", *(f"  {line}" for line in self.chosen)) if self.chosen else ()),
             f"plan for {self.model} ({self.parameters:,} parameters, {self.trained:,} trained) at {self.where}",
             "dtypes: " + ", ".join(f"{name} {dtype}" for name, dtype in self.dtypes.items()),
             *columns([("part", f"at the peak ({self.peak.name})", "its own peak"), *self.part_rows()]),
@@ -167,6 +170,7 @@ class RunPlan:
             "largest": None if self.largest is None else asdict(self.largest),
             "tiers": dict(self.tiers),
             "notes": list(self.notes),
+            "chosen": list(self.chosen),
         }
 
     def to_json(self) -> str:

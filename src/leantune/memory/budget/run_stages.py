@@ -10,7 +10,7 @@ from leantune.memory.budget.gpus import CONTEXT_BYTES
 from leantune.memory.budget.sharding import ALONE, Parallel, RankShare, rank_share
 from leantune.memory.closed_form.model_shape import ModelShape
 from leantune.memory.closed_form.settings import RunSettings
-from leantune.memory.closed_form.step import walk_evaluation, walk_step
+from leantune.memory.closed_form.step import walk_evaluation, walk_first_step, walk_step
 from leantune.memory.closed_form.weights import WeightTable
 from leantune.memory.measured.timeline import BACKWARD, FORWARD, PHASES, MemoryTimeline
 from leantune.memory.parts import LABELS, OPTIMIZER_STATES, PARTS, WEIGHTS
@@ -101,6 +101,14 @@ def stage_bytes(shape: ModelShape, settings: RunSettings, parallel: Parallel = A
     return _Stages(shape, settings, table, rank_share(shape, settings, table, parallel)).all()
 
 
+def peak_bytes(shape: ModelShape, settings: RunSettings, parallel: Parallel = ALONE) -> int:
+    """`stage_bytes(...).peak.total` in less time: no other stage holds what neither loading nor a steady step
+    does."""
+    table = WeightTable(shape, settings)
+    stages = _Stages(shape, settings, table, rank_share(shape, settings, table, parallel))
+    return max(stage.total for stage in stages.largest())
+
+
 def with_overhead(parts: Mapping[str, int], cuda: bool) -> dict[str, int]:
     """Parts with the device's own: a GPU's context, and gaps between what comes and goes."""
     out = {part: int(parts.get(part, 0)) for part in STAGE_PARTS}
@@ -113,8 +121,8 @@ def with_overhead(parts: Mapping[str, int], cuda: bool) -> dict[str, int]:
 class _Stages:
     def __init__(self, shape: ModelShape, settings: RunSettings, table: WeightTable, share: RankShare) -> None:
         self.settings, self.table, self.share = settings, table, share
+        self.shape = shape
         self.step = walk_step(shape, settings, table)
-        self.evaluation = walk_evaluation(shape, settings, table)
         # A checkpoint holds what is trained; the frozen base stays where it is.
         self.model_file = table.adapter_bytes if settings.adapts else table.weight_bytes
 
@@ -122,17 +130,17 @@ class _Stages:
         states = self.share.states
         total = self.step.total
         forward, backward = (self._within(phase, total) for phase in (FORWARD, BACKWARD))
-        steady = self._stage(STEP, self.step, self.step.peak_event, states)
+        load, steady = self.largest()
+        first = walk_first_step(self.shape, self.settings, self.table)
         still = {WEIGHTS: self.share.weights, ADAPTERS: self.share.adapters, OPTIMIZER_STATES: states}
-        # Its states appear at each parameter's first update: after backward without a fused one.
-        first_states = states if self.settings.fused else 0
+        evaluation = walk_evaluation(self.shape, self.settings, self.table)
         stages = (
-            Stage(LOAD, self._overhead({WEIGHTS: self.share.weights, ADAPTERS: self.share.adapters}), self._loading()),
+            load,
             self._stage(FORWARD_STAGE, self.step, forward, states),
             self._stage(BACKWARD_STAGE, self.step, backward, states),
-            self._first(first_states),
+            self._first(first),
             steady,
-            self._stage(EVALUATION, self.evaluation, self.evaluation.peak_event, states),
+            self._stage(EVALUATION, evaluation, evaluation.peak_event, states),
             Stage(SAVE, self._overhead(still), self._saving()),
             Stage(RESUME, self._overhead(still), self._resuming()),
         )
@@ -144,27 +152,31 @@ class _Stages:
             model_file_bytes=self.model_file,
         )
 
+    def largest(self) -> tuple[Stage, Stage]:
+        """Load and a steady step: no other stage needs more than the larger of them."""
+        states = self.share.states
+        load = {WEIGHTS: self.share.weights, ADAPTERS: self.share.adapters}
+        return (
+            Stage(LOAD, self._overhead(load), self._loading()),
+            self._stage(STEP, self.step, self.step.peak_event, states),
+        )
+
     def _within(self, phase: str, total: np.ndarray) -> int:
-        """The event of the largest total in a phase of the step."""
+        """The event of the largest total in a phase of the step; what comes after backward is not forward."""
         inside = np.flatnonzero(self.step.phases == PHASES.index(phase))
+        if phase == FORWARD and len(backward := np.flatnonzero(self.step.phases == PHASES.index(BACKWARD))):
+            inside = inside[inside < backward[-1]]
         return int(inside[np.argmax(total[inside])])
 
     def _stage(self, name: str, timeline: MemoryTimeline, event: int, states: int) -> Stage:
         return Stage(name, self._overhead(self._shared(timeline.at(event), states)), self._running())
 
-    def _first(self, states: int) -> Stage:
-        """Without states until they are needed: then they, all gradients and an update are there."""
-        while_running = self._shared(self.step.at_peak(), states)
-        if not self.settings.fused:
-            after = {
-                WEIGHTS: self.share.weights,
-                ADAPTERS: self.share.adapters,
-                OPTIMIZER_STATES: self.share.states,
-                "gradients": self.share.gradients,
-                "update": self.table.whole_update_bytes,
-            }
-            while_running = max(while_running, after, key=lambda parts: sum(parts.values()))
-        return Stage(FIRST_STEP, self._overhead(while_running), self._running())
+    def _first(self, step: MemoryTimeline) -> Stage:
+        """Its states appear on the way: this process's share of those that are there at the peak."""
+        parts = step.at_peak()
+        whole = self.table.state_bytes
+        states = int(parts[OPTIMIZER_STATES] * self.share.states / whole) if whole else 0
+        return Stage(FIRST_STEP, self._overhead(self._shared(parts, states)), self._running())
 
     def _shared(self, parts: Mapping[str, int], states: int) -> dict[str, int]:
         """A step's parts with this process's share of weights, states and what is communicated."""

@@ -29,6 +29,8 @@ class DecoderBlock:
     linear: Linear
     ops: Operators
     turn: tuple[Block, Block]
+    mask: Block | None = None
+    """Of padded or packed rows: a byte for each pair of tokens of a row."""
     swiglu: bool = False
     """The MLP keeps what goes into its activation and its gate, and makes their product again in backward."""
 
@@ -79,10 +81,20 @@ class DecoderBlock:
             projected[name[0]] = value
         q, k = ops.rotary(projected["q"], self.turn), ops.rotary(projected["k"], self.turn)
         tape.drop(projected["q"], projected["k"])
-        mixed = ops.fused_attention(q, k, projected["v"], shape.heads)
+        mixed = self._mixed(q, k, projected["v"])
         out = self.linear(ops, f"{self.prefix}self_attn.o_proj", mixed)
         tape.drop(q, k, projected["v"], mixed)
         return out
+
+    def _mixed(self, q: Block, k: Block, v: Block) -> Block:
+        """Attention; with a mask, shared heads are written out for it."""
+        times = self.shape.heads // self.shape.kv_heads
+        if self.mask is None or times == 1:
+            return self.ops.fused_attention(q, k, v, self.shape.heads, self.mask)
+        keys, values = self.ops.repeated(k, times), self.ops.repeated(v, times)
+        mixed = self.ops.fused_attention(q, keys, values, self.shape.heads, self.mask)
+        self._tape.drop(keys, values)
+        return mixed
 
     def _mlp(self, x: Block) -> Block:
         ops, tape, prefix = self.ops, self._tape, f"{self.prefix}mlp."

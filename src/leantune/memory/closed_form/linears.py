@@ -27,6 +27,8 @@ class Linears:
         inner, outer = self.shape.linear_sizes(last)
         weight, bias = self.table[f"{name}.weight"], self.table.get(f"{name}.bias")
         reordered = last in _REORDERED and not self.shape.head_norms
+        # Written out for a mask, values come back in that order as well.
+        reordered = reordered or (last == "v_proj" and self.settings.padded and self.shape.heads > self.shape.kv_heads)
         adapted = f"{name}.lora_A.default.weight" in self.table
         projected = self._projection(ops, last, ops.size) if weight.trained else None
         out = ops.linear(

@@ -2,15 +2,14 @@
 
 from dataclasses import dataclass
 
-from leantune.activations.logit_tiles import TileCost, plan_tiles
-from leantune.activations.loss import TILE_BYTES
-from leantune.activations.tiled_cross_entropy import _ROUNDED_TOGETHER
-from leantune.codec.tiles import TILE_ELEMENTS
+from leantune.activations.tile_plan import ROUNDED_TOGETHER, TILE_BYTES, TileCost, plan_tiles
+from leantune.memory.closed_form.state_bytes import TILE_ELEMENTS
 from leantune.memory.closed_form.tape import FLOAT, Block, Results, Tape, Weight
-from leantune.memory.parts import ACTIVATIONS, GRADIENTS, LOSS, UPDATE
-from leantune.optim.gradient import NORM_CHUNK
+from leantune.memory.parts import ACTIVATIONS, GRADIENTS, LOSS
 
 LABEL = 8
+NORM_CHUNK = 1 << 20
+"""Of `leantune.optim.gradient`."""
 _FORWARD_NUMBERS, _BACKWARD_NUMBERS = 17, 21
 """Bytes a token of what finds the label's logit in a tile: column numbers, a mask, picked logits."""
 
@@ -80,13 +79,13 @@ def _walk_in_tiles(tape: Tape, head: Head, width: int) -> None:
     tape.touch(head.tokens * _BACKWARD_NUMBERS, LOSS)
     elements, strip = head.vocabulary * head.hidden, width * head.hidden
     if head.size != FLOAT:
-        tape.touch(min(strip, _ROUNDED_TOGETHER) * head.size, LOSS)
+        tape.touch(min(strip, ROUNDED_TOGETHER) * head.size, LOSS)
     chunk = min(NORM_CHUNK, elements)
     tape.touch(chunk * FLOAT if strip % chunk else 0, LOSS)
     rows = max(1, TILE_ELEMENTS // head.hidden)
     piece = min(rows * head.hidden, elements)
     copy = tape.new(piece * FLOAT if strip % piece else 0, LOSS)
-    tape.touch(head.weight.update_bytes, UPDATE)
+    tape.update(head.weight)
     tape.drop(copy, scratch)
 
 

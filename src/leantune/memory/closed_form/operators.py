@@ -279,15 +279,21 @@ class Operators:
         """A view of half of ``x``; its gradient is as large as ``x``."""
         return self.tape.node(self.tape.new(0), (), lambda g: [(x, self.tape.new(x.size))])
 
-    def fused_attention(self, q: Block, k: Block, v: Block, heads: int) -> Block:
+    def repeated(self, x: Block, times: int) -> Block:
+        """Each head ``times`` times, as attention with a mask wants shared heads; nothing is kept."""
+        out = self.tape.new(x.size * times)
+        return self.tape.node(out, (), lambda g: [(x, self.tape.new(x.size))], (x,))
+
+    def fused_attention(self, q: Block, k: Block, v: Block, heads: int, mask: Block | None = None) -> Block:
         """Scaled dot-product attention without its squares: q, k, v, the output and a log-sum a row and head are
-        kept."""
+        kept, and a mask in the dtype of q, a byte an element before."""
         tape = self.tape
+        added = () if mask is None else (tape.new(mask.size * self.size),)
         out, sums = tape.new(q.size), tape.new(self.tokens * heads * FLOAT)
 
         def back(gradient: Block) -> Results:
             return [(q, tape.new(q.size)), (k, tape.new(k.size)), (v, tape.new(v.size))]
 
-        tape.node(out, (q, k, v, out, sums), back)
-        tape.drop(sums)
+        tape.node(out, (q, k, v, *added, out, sums), back)
+        tape.drop(sums, *added)
         return out

@@ -1,19 +1,17 @@
 """Bytes of optimizer states and of update temporaries from shapes: ours by their own layouts, others by their rules."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
-import torch
-from torch import nn
-
-from leantune.codec.tiles import TILE_ELEMENTS
 from leantune.errors import InvalidArgumentError
-from leantune.memory.traced.update_cost import STEP_COUNT_BYTES
-from leantune.optim.base import LeanOptimizer
+from leantune.memory.closed_form.settings import ITEM_BYTES
+from leantune.memory.closed_form.state_bytes import TILE_ELEMENTS, state_bytes
 
+STEP_COUNT_BYTES = 8
+"""A parameter's step count, an int64 on the host, which ``report()`` leaves out; beside a GPU it is not counted."""
 RULES = {
     "ternary_adamw": ("leantune.optim.ternary_adamw", "TernaryAdamW"),
     "adamw": ("leantune.optim.adamw", "AdamW"),
@@ -37,6 +35,8 @@ EIGHT_BIT = {"adamw_bnb_8bit": 2, "adamw_8bit": 2, "paged_adamw_8bit": 2, "lion_
 embeddings, as transformers sets it."""
 _SMALL = 4096
 _SCALE_BLOCK = 256
+_WHOLE_GRADIENTS = ("taco_one_sparse",)
+"""Rules that cannot take a gradient in tiles."""
 _TILES = {"ternary_adamw": 0, "adamw": 7, "lomo": 3, "adalomo": 5.1, "taco_one_sparse": 9}
 """fp32 tiles of 2^17 elements that a rule holds at once (ternary states run in kernels, which need none)."""
 
@@ -69,18 +69,10 @@ class OptimizerCost:
         """Whether it is one of leantune's."""
         return self.name in RULES
 
-    @cached_property
-    def _rule(self) -> type[LeanOptimizer]:
-        from importlib import import_module
-
-        module, name = RULES[self.name]
-        rule: type[LeanOptimizer] = getattr(import_module(module), name)
-        return rule
-
     @property
     def tileable(self) -> bool:
         """Whether it can take a head's gradient in tiles."""
-        return self.ours and self._rule.tileable
+        return self.ours and self.name not in _WHOLE_GRADIENTS
 
     def all_at_once(self, cuda: bool) -> bool:
         """Whether one step's temporaries span all parameters: torch's foreach kernels."""
@@ -95,37 +87,39 @@ class OptimizerCost:
         """(bytes sharded with a parameter's rows, bytes that every rank keeps) of one parameter's state."""
         if not self.ours:
             return self._one(trained, False), 0
-        layout = self._layout(trained.shape, trained.dtype)
-        whole = sum(_size(spec) for name, spec in layout.tensors.items() if name in layout.replicated)
-        return layout.nbytes - whole, whole
+        found = state_bytes(self.name, self.options, trained.shape, trained.dtype)
+        return self._by_the_rule(trained) if found is None else found
 
     def _one(self, trained: Trained, on_host: bool) -> int:
         shape, dtype = trained.shape, trained.dtype
-        count = torch.Size(shape).numel()
+        count = math.prod(shape)
         if self.ours:
-            return int(self._layout(shape, dtype).nbytes) + (STEP_COUNT_BYTES if on_host else 0)
+            return sum(self.layout_bytes(trained)) + (STEP_COUNT_BYTES if on_host else 0)
         if self.name in EIGHT_BIT:
             moments = EIGHT_BIT[self.name]
             if count < _SMALL or trained.embedding:
                 return moments * 4 * count
             return moments * (count + 4 * -(-count // _SCALE_BLOCK))
-        item = getattr(torch, dtype).itemsize
-        return MOMENTS[self.name] * item * count + (4 if self.name.startswith("adamw_torch") else 0)
+        return MOMENTS[self.name] * ITEM_BYTES[dtype] * count + (4 if self.name.startswith("adamw_torch") else 0)
 
-    def _layout(self, shape: tuple[int, ...], dtype: str) -> Any:
-        param = nn.Parameter(torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
-        optimizer = self._rule([param], **{"lr": 1e-3, **self.options})
-        return optimizer._layout(param, optimizer.param_groups[0])
+    def _by_the_rule(self, trained: Trained) -> tuple[int, int]:
+        """As `layout_bytes`, from the optimizer itself; it refuses settings that cannot work."""
+        from importlib import import_module
+
+        import torch
+
+        module, name = RULES[self.name]
+        param = torch.nn.Parameter(torch.empty(trained.shape, dtype=getattr(torch, trained.dtype), device="meta"))
+        optimizer = getattr(import_module(module), name)([param], **{"lr": 1e-3, **self.options})
+        layout = optimizer._layout(param, optimizer.param_groups[0])
+        sizes = {key: math.prod(shape) * dtype.itemsize for key, (shape, dtype) in layout.tensors.items()}
+        whole = sum(sizes[key] for key in layout.replicated if key in sizes)
+        return sum(sizes.values()) - whole, whole
 
     def update_bytes(self, shape: tuple[int, ...], dtype: str, cuda: bool) -> int:
         """Temporaries of one parameter's update."""
-        count = torch.Size(shape).numel()
+        count = math.prod(shape)
         if self.ours:
             return int(_TILES[self.name] * 4 * min(count, TILE_ELEMENTS))
         # The root of the second moment; a CPU's loop holds it twice for a moment.
-        return count * getattr(torch, dtype).itemsize * (1 if cuda else 2) if self.name == "adamw_torch" else 0
-
-
-def _size(spec: tuple[tuple[int, ...], torch.dtype]) -> int:
-    shape, dtype = spec
-    return torch.Size(shape).numel() * dtype.itemsize
+        return count * ITEM_BYTES[dtype] * (1 if cuda else 2) if self.name == "adamw_torch" else 0

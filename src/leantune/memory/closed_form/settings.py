@@ -1,6 +1,6 @@
 """What of a run decides its memory, in plain values: the input of a closed-form plan beside the model's shape."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from leantune.errors import InvalidArgumentError
@@ -17,6 +17,8 @@ class RunSettings:
 
     batch_size: int = 8
     length: int = 1024
+    padded: bool = False
+    """Rows of a batch differ in length, or are packed: attention gets a mask."""
     micro_batches: int = 1
     method: str = "full"
     dtype: str = "bfloat16"
@@ -54,6 +56,10 @@ class RunSettings:
             raise InvalidArgumentError(f"method is {self.method!r}; write one of {', '.join(METHODS)}")
         if self.dtype not in ITEM_BYTES:
             raise InvalidArgumentError(f"dtype is {self.dtype!r}; write one of {', '.join(ITEM_BYTES)}")
+
+    def with_rows(self, rows: int) -> "RunSettings":
+        """The same with ``rows`` in a batch; rows of more than one are taken to differ in length."""
+        return replace(self, batch_size=rows, padded=self.padded or (self.batch_size == 1 and rows > 1))
 
     @property
     def tokens(self) -> int:

@@ -1,6 +1,9 @@
 """One training step of a model by closed form: its blocks, loss and updates walked over a tape."""
 
 import functools
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from leantune.memory.closed_form.block import DecoderBlock
 from leantune.memory.closed_form.linears import Linears
@@ -11,24 +14,47 @@ from leantune.memory.closed_form.settings import RunSettings
 from leantune.memory.closed_form.tape import Block, Tape
 from leantune.memory.closed_form.weights import WeightTable
 from leantune.memory.measured.timeline import MemoryTimeline
-from leantune.memory.parts import INPUTS, OPTIMIZER_STATES, UPDATE, WEIGHTS
+from leantune.memory.parts import INPUTS, OPTIMIZER_STATES, TEMPORARIES, UPDATE, WEIGHTS
 
 
 def walk_step(shape: ModelShape, settings: RunSettings, table: WeightTable) -> MemoryTimeline:
     """A steady step: forward, backward and update, as `leantune.memory.traced.trace` walks it on fake tensors."""
     accumulate = 2 if settings.accumulate == "bfloat16" else 4
-    walk = _Walk(shape, settings, table, Tape(accumulate=accumulate))
-    walk.train()
-    return walk.tape.timeline()
+    with _uncollected():
+        walk = _Walk(shape, settings, table, Tape(accumulate=accumulate))
+        walk.train()
+        return walk.tape.timeline()
+
+
+def walk_first_step(shape: ModelShape, settings: RunSettings, table: WeightTable) -> MemoryTimeline:
+    """The step before: states appear one after the other, at each weight's update."""
+    with _uncollected():
+        walk = _Walk(shape, settings, table, Tape(accumulate=2 if settings.accumulate == "bfloat16" else 4))
+        walk.tape.makes_states = True
+        walk.train()
+        return walk.tape.timeline()
 
 
 def walk_evaluation(shape: ModelShape, settings: RunSettings, table: WeightTable) -> MemoryTimeline:
     """A forward of one evaluation batch, of training's size, that keeps nothing."""
-    walk = _Walk(shape, settings, table, Tape())
-    walk.tape.keeps = False
-    walk.begin()
-    walk.tape.drop(walk.forward())
-    return walk.tape.timeline()
+    with _uncollected():
+        walk = _Walk(shape, settings, table, Tape())
+        walk.tape.keeps = False
+        walk.begin()
+        walk.tape.drop(walk.forward())
+        return walk.tape.timeline()
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Looking for cycles among the tape's many small objects, of which there are none, takes as long as the walk."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 class _Walk:
@@ -56,27 +82,42 @@ class _Walk:
         if settings.fused:
             tape.apply_sums()
         else:
-            tape.touch(self.table.whole_update_bytes, UPDATE)
+            self._update_at_once()
+
+    def _update_at_once(self) -> None:
+        """After an ordinary backward: all gradients are there."""
+        if self.tape.makes_states and self.table.cost.ours:
+            # As a config's parameter groups come: matrices, then vectors.
+            trained = [weight for weight in self.table.values() if weight.trained]
+            for weight in sorted(trained, key=lambda weight: len(self.table.shapes[weight.name]) < 2):
+                self.tape.update(weight)
+            return
+        if self.tape.makes_states:  # torch's own make all states before they update
+            self.tape.new(self.table.state_bytes, OPTIMIZER_STATES)
+        self.tape.touch(self.table.whole_update_bytes, UPDATE)
 
     def begin(self) -> None:
         """What is there before the step."""
         self.tape.hold(self.table.weight_bytes, WEIGHTS)
-        self.tape.hold(self.table.state_bytes, OPTIMIZER_STATES)
-        self.tape.hold(2 * self.settings.tokens * INDEX, INPUTS)
+        if not self.tape.makes_states:
+            self.tape.hold(self.table.state_bytes, OPTIMIZER_STATES)
+        # Tokens and labels; what is padding, or the positions of packed rows.
+        self.tape.hold((3 if self.settings.padded else 2) * self.settings.tokens * INDEX, INPUTS)
 
     def forward(self) -> Block:
         tape, ops, shape = self.tape, self.ops, self.shape
         embedded = x = self._embed()
+        masks = self._masks()
         turn, positions = self._tables()
         for layer in range(shape.layers):
-            run = functools.partial(self._block(layer, turn).run, x)
-            out = tape.checkpointed(run, (x, *turn, positions)) if self._is_checkpointed(layer) else run()
+            run = functools.partial(self._block(layer, turn, masks).run, x)
+            out = tape.checkpointed(run, (x, *turn, positions, *masks[:1])) if self._is_checkpointed(layer) else run()
             if x is not embedded:
                 tape.drop(x)
             x = out
         name = "model.norm.weight"
         hidden = ops.rms_norm(x, ops.tokens, shape.hidden, self.table[name], widened=shape.widened_norms)
-        tape.drop(x, *turn, positions)
+        tape.drop(x, *turn, positions, *masks)
         if x is not embedded:
             tape.drop(embedded)
         head = self._head()
@@ -113,9 +154,29 @@ class _Walk:
         size = self.settings.length * self.shape.head_size * self.ops.size
         return (self.tape.new(size), self.tape.new(size)), self.tape.new(self.settings.length * INDEX)
 
-    def _block(self, layer: int, turn: tuple[Block, Block]) -> DecoderBlock:
-        prefix = self.shape.block_prefix(layer)
-        return DecoderBlock(self.shape, prefix, self.table, self.linears, self.ops, turn, self.settings.swiglu)
+    def _masks(self) -> list[Block]:
+        """Where rows are padded or packed: which tokens see which, once for each kind of attention."""
+        if not self.settings.padded:
+            return []
+        masks = []
+        for _ in range(self.shape.rotary_kinds):
+            causal = self.tape.new(self.settings.length**2)
+            self.tape.touch(self.settings.length**2, TEMPORARIES)
+            masks.append(self.tape.new(self.settings.batch_size * self.settings.length**2))
+            self.tape.drop(causal)
+        return masks
+
+    def _block(self, layer: int, turn: tuple[Block, Block], masks: list[Block]) -> DecoderBlock:
+        return DecoderBlock(
+            self.shape,
+            self.shape.block_prefix(layer),
+            self.table,
+            self.linears,
+            self.ops,
+            turn,
+            masks[0] if masks else None,
+            self.settings.swiglu,
+        )
 
     def _head(self) -> Head:
         shape, settings = self.shape, self.settings

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from leantune.memory.measured.timeline import BACKWARD, FORWARD, PHASES, MemoryTimeline, resolve
-from leantune.memory.parts import ACTIVATIONS, GRADIENTS, PARTS, RECOMPUTE, TEMPORARIES, UPDATE
+from leantune.memory.parts import ACTIVATIONS, GRADIENTS, OPTIMIZER_STATES, PARTS, RECOMPUTE, TEMPORARIES, UPDATE
 
 FLOAT = 4
 Does = Literal["kept", "applied", "dropped", "gathered"]
@@ -45,6 +45,8 @@ class Weight:
     gradient_bytes: int
     update_bytes: int
     """Temporaries of its update."""
+    state_bytes: int = 0
+    """Of the optimizer's state for it."""
 
 
 class _Enough(Exception):
@@ -92,6 +94,8 @@ class Tape:
         self.gradients_are: Does = "kept"
         self.keeps = True
         """False: in evaluation no operator keeps anything."""
+        self.makes_states = False
+        """A first step: states appear at each weight's update."""
         self._in_place = sums_in_place
         self._births: list[int] = []
         self._deaths: list[int] = []
@@ -285,7 +289,7 @@ class Tape:
     def complete(self, weight: Weight, gradient: Block) -> None:
         """All of a weight's gradient is there."""
         if self.gradients_are == "applied":
-            self.touch(weight.update_bytes, UPDATE)
+            self.update(weight)
         if self.gradients_are in ("applied", "dropped"):
             self.drop(gradient)
         elif self.gradients_are == "gathered" and weight.elements * self._accumulate != weight.gradient_bytes:
@@ -301,10 +305,16 @@ class Tape:
             if before is not None:
                 self.drop(gradient)
 
+    def update(self, weight: Weight) -> None:
+        """Update a weight; in a first step its state appears."""
+        if self.makes_states:
+            self.new(weight.state_bytes, OPTIMIZER_STATES)
+        self.touch(weight.update_bytes, UPDATE)
+
     def apply_sums(self) -> None:
         """Update by what was gathered, one weight after the other, and free it."""
         for weight, total in self._sums:
-            self.touch(weight.update_bytes, UPDATE)
+            self.update(weight)
             self.drop(total)
         self._sums, self._gradients = [], {}
 

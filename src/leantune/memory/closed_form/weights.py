@@ -29,6 +29,7 @@ class WeightTable(Mapping[str, Weight]):
         self.stored: dict[str, int] = {}
         self.dtypes: dict[str, str] = {}
         states: Counter[Trained] = Counter()
+        self._state_sizes: dict[Trained, int] = {}
         for name, size in shape.weights():
             self._add(name, size, settings, states, adapter=False)
         for name, size in _adapters(shape, settings):
@@ -50,7 +51,7 @@ class WeightTable(Mapping[str, Weight]):
     ) -> None:
         dtype = settings.adapter_dtype if adapter else settings.dtype
         count = _count(size)
-        trained = adapter or not settings.adapts
+        trained, state = adapter or not settings.adapts, 0
         stored = count * ITEM_BYTES[dtype]
         if settings.method == "qlora" and not adapter and _is_quantised(name):
             stored, kind = quantised_bytes(count, settings.nested_quantisation), "nf4"
@@ -65,9 +66,13 @@ class WeightTable(Mapping[str, Weight]):
             self.adapter_bytes += stored
         if trained:
             self.trained += count
-            states[Trained(size, dtype, "embed_tokens" in name)] += 1
+            kind_of = Trained(size, dtype, "embed_tokens" in name)
+            states[kind_of] += 1
+            if kind_of not in self._state_sizes:
+                self._state_sizes[kind_of] = self.cost.state_bytes(Counter([kind_of]), on_host=not settings.cuda)
+            state = self._state_sizes[kind_of]
         update = self.cost.update_bytes(size, dtype, settings.cuda) if trained else 0
-        self._weights[name] = Weight(name, count, trained, count * ITEM_BYTES[dtype] if trained else 0, update)
+        self._weights[name] = Weight(name, count, trained, count * ITEM_BYTES[dtype] if trained else 0, update, state)
 
     def __getitem__(self, name: str) -> Weight:
         return self._weights[name]

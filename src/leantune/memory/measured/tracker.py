@@ -14,8 +14,6 @@ operator by operator; the others are counted with the same temporaries (``every_
 
 import functools
 import time
-import weakref
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,19 +25,18 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 
 from leantune.errors import BackwardError, MemoryBudgetError
+from leantune.memory.measured.allocations import CODE, PHASE, UNKNOWN, Allocations
 from leantune.memory.measured.module_calls import ModuleCalls, sequence_number
 from leantune.memory.measured.modules import ModuleRow, module_rows
 from leantune.memory.measured.process import is_out_of_memory
 from leantune.memory.measured.storages import flat_tensors, plain_tensors, tensors_in
-from leantune.memory.measured.timeline import BACKWARD, FORWARD, OTHER, PHASES, UPDATE_PHASE, MemoryTimeline, resolve
+from leantune.memory.measured.timeline import BACKWARD, FORWARD, OTHER, PHASES, UPDATE_PHASE, MemoryTimeline
 from leantune.memory.parts import (
-    ACTIVATIONS,
     GRADIENTS,
     INPUTS,
     LABELS,
     LOSS,
     OPTIMIZER_STATES,
-    PARTS,
     RECOMPUTE,
     TEMPORARIES,
     UPDATE,
@@ -48,9 +45,6 @@ from leantune.memory.parts import (
 from leantune.memory.quantised import hidden_bytes, scales
 from leantune.memory.sizes import format_bytes
 
-_CODE = {part: code for code, part in enumerate(PARTS)}
-_UNKNOWN = -1
-_PHASE = {phase: code for code, phase in enumerate(PHASES)}
 _CUDA_ROUND = 512
 _ADDITION = torch.ops.aten.add.Tensor
 _COPIES = (torch.ops.aten.clone.default, torch.ops.aten.new_empty_strided.default)
@@ -119,28 +113,11 @@ class MemoryTracker(TorchDispatchMode):
         self._wrapped: list[Any] = []
         self._device_type = self._parameters[0].device.type if self._parameters else None
 
-        # One entry an event.
-        self._times = array("d")
-        self._phases = array("b")
-        # One entry an allocation. `_parts` is what is known so far; `_guesses` is used where nothing better turns up.
-        self._births = array("q")
-        self._deaths = array("q")
-        self._sizes = array("q")
-        self._parts = array("b")
-        self._guesses = array("b")
-        self._outside = array("b")  # 1: made outside backward and update, so it can be an activation
-        self._modules = array("l")
-        self._nodes = array("q")  # sequence number of the autograd node that was being evaluated; -1: none
-        self._live = 0
-        self._absorbed: dict[int, int] = {}  # see `_absorb`
+        self._log = Allocations()
         self.failure: Failure | None = None
-        self._living: dict[int, int] = {}  # storage address -> allocation
-        self._references: dict[int, weakref.ref[Any]] = {}
         self._forward_ends: list[int] = []
         self._graph_task = -1
         self._updating = 0
-        self._phase = _PHASE[OTHER]
-        self._began = 0.0
         self._running = False
         self._inside = 0  # allocations before this one existed when tracking began
         self._handles: list[Any] = []
@@ -157,10 +134,10 @@ class MemoryTracker(TorchDispatchMode):
         self.__exit__(None, None, None)
 
     def __enter__(self) -> "MemoryTracker":
-        if self._times:
+        if self._log.times:
             raise BackwardError("this MemoryTracker has already been used; make a new one for another measurement")
-        self._began = time.perf_counter()
-        self._event()
+        self._log.began = time.perf_counter()
+        self._log.event()
         for tensor in self._parameters:
             self._preexisting(tensor, WEIGHTS)
             if tensor.grad is not None:
@@ -169,7 +146,7 @@ class MemoryTracker(TorchDispatchMode):
             for tensor in [*self._model.buffers(), *scales(self._model)]:
                 self._preexisting(tensor, WEIGHTS)
         self._mark_states(existed=True)
-        self._inside = len(self._sizes)
+        self._inside = len(self._log)
         self._register_hooks()
         self._calls.start()
         self._running = True
@@ -182,7 +159,7 @@ class MemoryTracker(TorchDispatchMode):
         super().__exit__(exc_type, exc_value, traceback)
         self._running = False
         self._calls.stop()
-        self._event()
+        self._log.event()
         self._mark_states()
         for handle in self._handles:
             handle.remove()
@@ -191,8 +168,7 @@ class MemoryTracker(TorchDispatchMode):
             del optimizer.update
             vars(optimizer).pop("update_in_tiles", None)
         self._wrapped.clear()
-        self._references.clear()
-        self._living.clear()
+        self._log.forget_storages()
 
     def _register_hooks(self) -> None:
         for parameter in self._parameters:
@@ -216,7 +192,7 @@ class MemoryTracker(TorchDispatchMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        self._absorbed.clear()
+        self._log.absorbed.clear()
         self._follow_phase()
         for tensor in flat_tensors(args):
             self._see(tensor)
@@ -250,23 +226,15 @@ class MemoryTracker(TorchDispatchMode):
             phase = UPDATE_PHASE
         elif task >= 0:
             phase = BACKWARD
-        elif torch.is_grad_enabled() or self._phase == _PHASE[FORWARD]:
+        elif torch.is_grad_enabled() or self._log.phase == PHASE[FORWARD]:
             phase = FORWARD
         else:
             phase = OTHER
-        self._phase = _PHASE[phase]
+        self._log.phase = PHASE[phase]
 
     def _backward_begins(self) -> None:
-        self._forward_ends.append(len(self._times) - 1)
-        self._keep_activations()
-
-    def _keep_activations(self) -> None:
-        """What forward made and has not freed is what it keeps for backward."""
-        activation = _CODE[ACTIVATIONS]
-        for allocation in self._living.values():
-            if self._outside[allocation] and self._parts[allocation] == _UNKNOWN:
-                self._parts[allocation] = activation
-                self._outside[allocation] = 0
+        self._forward_ends.append(len(self._log.times) - 1)
+        self._log.keep_activations()
 
     def _absorb(self, args: tuple[Any, ...], result: Tensor) -> None:
         """A sum of two gradients by the autograd engine, which adds in place to the first where nobody else holds it,
@@ -275,10 +243,10 @@ class MemoryTracker(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         if node is None or not isinstance(first, Tensor) or first._is_view() or first.shape != result.shape:
             return
-        old, new = (self._living.get(tensor.untyped_storage()._cdata) for tensor in (first, result))
+        old, new = (self._log.living.get(tensor.untyped_storage()._cdata) for tensor in (first, result))
         # An operand that the node itself made is the node's own arithmetic.
-        if old is not None and new is not None and self._nodes[old] not in (-1, sequence_number(node)):
-            self._absorbed[old] = self._births[new]
+        if old is not None and new is not None and self._log.nodes[old] not in (-1, sequence_number(node)):
+            self._log.absorbed[old] = self._log.births[new]
 
     def _guess(self, tensor: Tensor, made_by: Any) -> str:
         """The part of a new storage if nothing more is learnt about it; ``tensor`` is the first one seen in it."""
@@ -313,35 +281,35 @@ class MemoryTracker(TorchDispatchMode):
             except (NotImplementedError, RuntimeError):
                 continue  # sparse and opaque tensors have no storage of their own
             key = storage._cdata
-            known = self._living.get(key)
+            known = self._log.living.get(key)
             size = self._rounded(storage.nbytes(), plain.device.type)
             if known is not None:
-                if self._sizes[known] != size:
-                    self._resized(key, known, size)
+                if self._log.sizes[known] != size:
+                    self._log.resized(key, known, size)
                 continue
             if size == 0:
                 continue
             if made_by is None:
                 # Made before tracking began, or where no operator shows it.
-                birth = self._event() if self._unseen_are_new else 0
-                self._add(storage, size, INPUTS, _CODE[INPUTS], birth=birth, outside=False)
+                birth = self._log.event() if self._unseen_are_new else 0
+                self._add(storage, size, INPUTS, CODE[INPUTS], birth=birth, outside=False)
                 continue
             guess = self._guess(plain, made_by)
             outside = self._graph_task < 0 and not self._updating
-            known_part = _CODE[LOSS] if guess == LOSS else _UNKNOWN
-            self._add(storage, size, guess, known_part, birth=self._event(), outside=outside)
+            known_part = CODE[LOSS] if guess == LOSS else UNKNOWN
+            self._add(storage, size, guess, known_part, birth=self._log.event(), outside=outside)
             self._check_budget(size, guess, made_by)
 
     def _check_budget(self, size: int, part: str, made_by: Any) -> None:
-        if self._budget is None or self._live <= self._budget:
+        if self._budget is None or self._log.live <= self._budget:
             return
         budget, self._budget = self._budget, None  # said once: what unwinds now may still allocate
-        self._fail(str(made_by), self._modules[-1])
-        phase, module = PHASES[self._phase], self.failure.module if self.failure else ""
+        self._fail(str(made_by), self._log.modules[-1])
+        phase, module = PHASES[self._log.phase], self.failure.module if self.failure else ""
         raise MemoryBudgetError(
             f"out of memory: {made_by} in {phase} asked for {format_bytes(size)} ({LABELS[part]}, in {module}), which "
-            f"makes {format_bytes(self._live)} of live tensors where the budget is {format_bytes(budget)}",
-            live=self._live,
+            f"makes {format_bytes(self._log.live)} of live tensors where the budget is {format_bytes(budget)}",
+            live=self._log.live,
             budget=budget,
             size=size,
             part=part,
@@ -354,56 +322,15 @@ class MemoryTracker(TorchDispatchMode):
         """Note where memory ran out, while everything that was in use still is."""
         node = torch._C._current_autograd_node() if self._graph_task >= 0 else None
         name = self._calls.names[self._calls.current(node) if module is None else module]
-        self._keep_activations()
+        self._log.keep_activations()
         name = name or "the model itself, or its loss"
-        self.failure = Failure(operator, PHASES[self._phase], name, len(self._times) - 1)
+        self.failure = Failure(operator, PHASES[self._log.phase], name, len(self._log.times) - 1)
 
-    def _add(self, storage: Any, size: int, guess: str, part: int, *, birth: int, outside: bool) -> int:
-        allocation = len(self._sizes)
-        self._births.append(birth)
-        self._deaths.append(-1)
-        self._sizes.append(size)
-        self._parts.append(part)
-        self._guesses.append(_CODE[guess])
-        self._outside.append(1 if outside else 0)
+    def _add(self, storage: Any, size: int, guess: str, part: int, *, birth: int, outside: bool) -> None:
         node = torch._C._current_autograd_node() if self._graph_task >= 0 else None
-        self._modules.append(self._calls.current(node))
-        self._nodes.append(-1 if node is None else sequence_number(node))
-        self._live += size
-        key = storage._cdata
-        self._living[key] = allocation
-        self._references[key] = weakref.ref(storage, functools.partial(self._freed, key, allocation))
-        return allocation
-
-    def _freed(self, key: int, allocation: int, _reference: Any) -> None:
-        if self._living.get(key) == allocation:
-            self._deaths[allocation] = self._absorbed.pop(allocation, -1)
-            if self._deaths[allocation] < 0:
-                self._deaths[allocation] = self._event()
-            self._live -= self._sizes[allocation]
-            del self._living[key]
-            del self._references[key]
-
-    def _resized(self, key: int, allocation: int, size: int) -> None:
-        """A storage grew or shrank in place: its old size ends and its new one begins."""
-        event = self._event()
-        self._deaths[allocation] = event
-        grown = len(self._sizes)
-        self._births.append(event)
-        self._deaths.append(-1)
-        self._live += size - self._sizes[allocation]
-        self._sizes.append(size)
-        for column in (self._parts, self._guesses, self._outside, self._modules, self._nodes):
-            column.append(column[allocation])
-        self._living[key] = grown
-        storage = self._references[key]()
-        if storage is not None:
-            self._references[key] = weakref.ref(storage, functools.partial(self._freed, key, grown))
-
-    def _event(self) -> int:
-        self._times.append(time.perf_counter() - self._began)
-        self._phases.append(self._phase)
-        return len(self._times) - 1
+        number = -1 if node is None else sequence_number(node)
+        module = self._calls.current(node)
+        self._log.add(storage, size, guess, part, birth=birth, outside=outside, module=module, node=number)
 
     def _rounded(self, size: int, device_type: str) -> int:
         return -(-size // _CUDA_ROUND) * _CUDA_ROUND if device_type == "cuda" else size
@@ -415,14 +342,14 @@ class MemoryTracker(TorchDispatchMode):
         for plain in plain_tensors(tensor):
             storage = plain.untyped_storage()
             size = self._rounded(storage.nbytes(), plain.device.type)
-            if size and storage._cdata not in self._living:
-                self._add(storage, size, part, _CODE[part], birth=birth, outside=False)
+            if size and storage._cdata not in self._log.living:
+                self._add(storage, size, part, CODE[part], birth=birth, outside=False)
 
     def _mark(self, tensor: Tensor, part: str) -> None:
         for plain in plain_tensors(tensor):
-            allocation = self._living.get(plain.untyped_storage()._cdata)
+            allocation = self._log.living.get(plain.untyped_storage()._cdata)
             if allocation is not None:
-                self._parts[allocation] = _CODE[part]
+                self._log.parts[allocation] = CODE[part]
 
     def _mark_gradient(self, gradient: Tensor | None) -> None:
         if gradient is not None:
@@ -456,15 +383,15 @@ class MemoryTracker(TorchDispatchMode):
         self._updating += 1
         try:
             if known is None or self._every_update or _get_current_dispatch_mode() is not self:
-                first = len(self._sizes)
+                first = len(self._log)
                 result = original(param, *args, **kwargs)
-                self._update_peaks[kind] = self._peak_of_passing(first)
+                self._update_peaks[kind] = self._log.peak_of_passing(first)
             else:
                 with _pop_mode_temporarily():
                     result = original(param, *args, **kwargs)
                 self.touch(UPDATE, known)
                 for tensor in tensors_in(optimizer.state.get(param, {})):
-                    self._preexisting(tensor, OPTIMIZER_STATES, birth=self._event())
+                    self._preexisting(tensor, OPTIMIZER_STATES, birth=self._log.event())
         finally:
             self._updating -= 1
         return result
@@ -479,7 +406,7 @@ class MemoryTracker(TorchDispatchMode):
     def adopt(self, model: nn.Module) -> None:
         """Count the tensors of a model that was made or read while tracking as weights."""
         for tensor in [*model.parameters(), *model.buffers()]:
-            self._preexisting(tensor, WEIGHTS, birth=self._event())
+            self._preexisting(tensor, WEIGHTS, birth=self._log.event())
             self._mark(tensor, WEIGHTS)
 
     # -- by hand ------------------------------------------------------------------------------------------------------
@@ -490,70 +417,43 @@ class MemoryTracker(TorchDispatchMode):
 
     def touch(self, part: str, size: int) -> None:
         """Count ``size`` bytes as ``part`` for this moment only."""
-        birth = self._event()
-        self._by_hand(part, size, birth=birth, death=self._event())
+        birth = self._log.event()
+        self._by_hand(part, size, birth=birth, death=self._log.event())
 
     def _by_hand(self, part: str, size: int, birth: int, death: int) -> None:
-        self._births.append(birth)
-        self._deaths.append(death)
-        self._sizes.append(size)
-        self._parts.append(_CODE[part])
-        self._guesses.append(_CODE[part])
-        self._outside.append(0)
-        self._modules.append(self._calls.current())
-        self._nodes.append(-1)
-        self._live += size
+        self._log.by_hand(size, part, birth=birth, death=death, module=self._calls.current())
         self._check_budget(size, part, "an update")
         if death >= 0:
-            self._live -= size
+            self._log.live -= size
 
     # -- results ------------------------------------------------------------------------------------------------------
 
     def timeline(self) -> MemoryTimeline:
         """What was seen so far, by part."""
-        parts = [guess if part == _UNKNOWN else part for part, guess in zip(self._parts, self._guesses)]
-        return resolve(self._times, self._phases, self._births, self._deaths, self._sizes, parts, self._forward_ends)
+        return self._log.timeline(self._forward_ends)
 
     def modules(self, timeline: MemoryTimeline) -> list[ModuleRow]:
         """What each module of the model holds, has saved when backward begins, and has in use at the peak."""
         if self._model is None:
             return []
-        parts = [guess if part == _UNKNOWN else part for part, guess in zip(self._parts, self._guesses)]
-        columns = (self._births, self._deaths, self._sizes, parts, self._modules)
+        log = self._log
+        columns = (log.births, log.deaths, log.sizes, log.known_parts(), log.modules)
         return module_rows(self._model, self._optimizers, self._calls.names, timeline, columns)
 
     @property
     def peak_temporary_bytes(self) -> int:
         """The most bytes in use at once by storages that were allocated inside the block and freed inside it."""
-        return self._peak_of_passing(self._inside)
-
-    def _peak_of_passing(self, first: int) -> int:
-        """The most bytes in use at once by the allocations from ``first`` on that have come and gone."""
-        changes: list[tuple[int, int]] = []
-        for allocation in range(first, len(self._sizes)):
-            if self._births[allocation] > 0 and self._deaths[allocation] >= 0:
-                changes.append((self._births[allocation], self._sizes[allocation]))
-                changes.append((self._deaths[allocation], -self._sizes[allocation]))
-        level = peak = 0
-        for _, change in sorted(changes):
-            level += change
-            peak = max(peak, level)
-        return peak
+        return self._log.peak_of_passing(self._inside)
 
     @property
     def kept_bytes(self) -> int:
         """Bytes allocated inside the block and still in use at its end."""
-        return sum(
-            self._sizes[allocation]
-            for allocation in range(self._inside, len(self._sizes))
-            if self._births[allocation] > 0 and self._deaths[allocation] < 0
-        )
+        return sum(self._log.made_from(self._inside, kept=True))
 
     @property
     def largest_allocation_bytes(self) -> int:
         """The largest single storage allocated inside the block."""
-        inside = range(self._inside, len(self._sizes))
-        return max((self._sizes[a] for a in inside if self._births[a] > 0), default=0)
+        return max(self._log.made_from(self._inside), default=0)
 
 
 @contextmanager

@@ -15,13 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from leantune.memory.closed_form.optimizer_cost import STEP_COUNT_BYTES
 from leantune.memory.measured.tracker import MemoryTracker, tensors_in
 
 TRIAL_ELEMENTS = 1 << 19
 """Elements of the smaller of two stand-ins for a large parameter: eight of the tiles in which our rules walk."""
-
-STEP_COUNT_BYTES = 8
-"""A parameter's step count, an int64 on the host, which ``report()`` leaves out; beside a GPU it is not counted."""
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
 """What is wrong with a config whose single values are of the right type."""
 
-from leantune.backward.accumulation import KINDS
 from leantune.errors import InvalidArgumentError
 from leantune.memory.sizes import parse_size
 from leantune.training.config.keys import FOREIGN_OPTIMIZER_KEYS, REFUSED, suggestion
 from leantune.training.config.run_config import EXACT_SAVINGS, LORA_METHODS, OUR_OPTIMIZERS, TrainConfig
 
+ACCUMULATED_IN = ("float32", "bfloat16")
+"""What sums gradients over micro-batches (`leantune.backward.accumulation.KINDS`)."""
 _MOMENTS = ("betas", "adam_epsilon")  # transformers' own optimizers read these where they can
 
 # Settings only some optimizers read: set for another, they would be ignored.
@@ -32,7 +33,14 @@ _ONLY_FOR_METHODS = {
 
 def problems_of(c: TrainConfig, planning: bool) -> list[str]:
     """Every problem of a config, in words; ``planning``: it is only to be planned."""
-    found = _wrong_values(c, planning) + _ignored(c) + _wrong_extra(c) + _wrong_data(c)
+    found = _wrong_values(c, planning) + _wrong_extra(c) + _wrong_data(c) + _wrong_budget(c)
+    # Of method: auto the keys that were set must go together with what it chooses, which is looked at there.
+    return found if c.method == "auto" else found + _ignored(c) + _wrong_together(c)
+
+
+def _wrong_together(c: TrainConfig) -> list[str]:
+    """Settings that cannot work with one another."""
+    found = []
     if c.fused and not c.ours:
         found.append(
             f"fused_backward is on, but transformers' {c.optim} needs all gradients at once; "
@@ -45,8 +53,8 @@ def problems_of(c: TrainConfig, planning: bool) -> list[str]:
             "makes room), or let sums of gradients live: accumulate: float32 (4 bytes a parameter) or bfloat16 (2, "
             "rounded)"
         )
-    if c.accumulate not in (None, *KINDS):
-        found.append(f"accumulate is {c.accumulate!r}; write {' or '.join(KINDS)}")
+    if c.accumulate not in (None, *ACCUMULATED_IN):
+        found.append(f"accumulate is {c.accumulate!r}; write {' or '.join(ACCUMULATED_IN)}")
     if c.accumulate is not None and not (c.fused and c.gradient_accumulation_steps > 1):
         found.append(
             "accumulate says what sums gradients under fused_backward with gradient_accumulation_steps above 1; it "
@@ -80,11 +88,6 @@ def problems_of(c: TrainConfig, planning: bool) -> list[str]:
     found += _wrong_savings(c)
     if c.bf16 and c.dtype != "float32":
         found.append(f"bf16 is autocast for float32 weights; dtype is {c.dtype}: leave bf16 out")
-    if c.memory_budget is not None:
-        try:
-            parse_size(c.memory_budget)
-        except InvalidArgumentError as error:
-            found.append(f"memory_budget: {error}")
     return found
 
 
@@ -134,6 +137,16 @@ def _wrong_factored(c: TrainConfig) -> list[str]:
     if c.master_bits is not None:
         found.append("master_bits are kept for whole weights, and velora_factored folds steps into them; leave one out")
     return found
+
+
+def _wrong_budget(c: TrainConfig) -> list[str]:
+    if c.memory_budget is None:
+        return []
+    try:
+        parse_size(c.memory_budget)
+    except InvalidArgumentError as error:
+        return [f"memory_budget: {error}"]
+    return []
 
 
 def _wrong_data(c: TrainConfig) -> list[str]:
@@ -210,10 +223,8 @@ def _wrong_extra(c: TrainConfig) -> list[str]:
 def _wrong_values(c: TrainConfig, planning: bool) -> list[str]:
     needed = ("model_name_or_path",) if planning else ("model_name_or_path", "dataset")
     found = [f"{key} is missing" for key in needed if not getattr(c, key)]
-    if c.method == "auto" and not planning:
-        found.append("method: auto is not in this release; write full, lora or qlora")
-    elif c.method not in ("full", "auto", *LORA_METHODS):
-        found.append(f"method is {c.method!r}; write full, lora or qlora")
+    if c.method not in ("full", "auto", *LORA_METHODS):
+        found.append(f"method is {c.method!r}; write auto, full, lora or qlora")
     if c.bnb_4bit_quant_type not in ("nf4", "fp4"):
         found.append(f"bnb_4bit_quant_type is {c.bnb_4bit_quant_type!r}; write nf4 or fp4")
     if not c.ours:

@@ -18,7 +18,7 @@ def load_config(
 ) -> TrainConfig:
     """Read a YAML file and flags (``--key value``, ``--key=value``, ``--key``); flags win.
 
-    ``planning``: the config is only planned: no dataset is needed, and method may be qlora or auto.
+    ``planning``: the config is only planned: no dataset is needed.
 
     Raises ConfigError listing every problem found: unknown keys with the nearest known one, wrong types, combinations
     that cannot work.
@@ -45,7 +45,7 @@ def build_config(
     _length(values, problems)
     _plain_names(values, problems)
     hints = typing.get_type_hints(TrainConfig)
-    own = {f.name for f in dataclasses.fields(TrainConfig)} - {"extra", "notes"}
+    own = {f.name for f in dataclasses.fields(TrainConfig)} - {"extra", "notes", "given"}
     kept: dict[str, Any] = {}
     extra: dict[str, Any] = {}
     for key, value in values.items():
@@ -64,8 +64,10 @@ def build_config(
             "optim: taco means the ternary states (ternary_adamw); the published one-sparse TACO is another optimizer: "
             "write optim: taco_one_sparse for it"
         )
+    if "memory_budget" in kept and "method" not in values:
+        kept["method"] = "auto"
     # A value that could not be read counts as not set here, so that the other problems are told too.
-    config = TrainConfig(**kept, extra=extra, notes=tuple(notes))
+    config = TrainConfig(**kept, extra=extra, notes=tuple(notes), given=frozenset({*kept, *extra} & set(values)))
     problems += [problem for problem in problems_of(config, planning) if not _told(problem, problems)]
     if problems:
         raise ConfigError("\n".join(f"- {problem}" for problem in problems))

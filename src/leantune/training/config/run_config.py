@@ -25,7 +25,8 @@ class TrainConfig:
     """A file, a folder, a hub name, or a list of them."""
     output_dir: str = "runs/leantune"
     method: str = "full"
-    """full, lora, or qlora (LoRA on a frozen 4-bit base)."""
+    """full, lora, qlora (LoRA on a frozen 4-bit base), or auto: what fits memory_budget. A config that sets
+    memory_budget and no method means auto."""
     optim: str = "ternary_adamw"
     """ternary_adamw, adamw, lomo, adalomo, taco_one_sparse, or any name transformers knows (adamw_torch...)."""
     learning_rate: float | None = None
@@ -84,6 +85,8 @@ class TrainConfig:
     """Leave out rows that cannot be used, and write them to output_dir/dropped.jsonl, instead of stopping."""
     memory_budget: str | None = None
     """Memory of the device, for example 24GiB: the plan is held against it before training."""
+    force: bool = False
+    """Train although the plan exceeds memory_budget."""
     per_device_train_batch_size: int = 8
     gradient_accumulation_steps: int = 1
     gradient_checkpointing: bool = False
@@ -97,6 +100,8 @@ class TrainConfig:
     extra: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = field(default=(), compare=False)
     """What was understood in another way than written; the header shows it."""
+    given: frozenset[str] | None = field(default=None, compare=False)
+    """The keys that a file or flags set; None for a TrainConfig made by hand, all of which is meant."""
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -143,9 +148,9 @@ class TrainConfig:
         return _LORA_RATE if self.method in LORA_METHODS else _LEARNING_RATES.get((self.method, self.optim), 5e-5)
 
     def to_yaml(self) -> str:
-        """The resolved config as YAML that :func:`load_config` reads back to an equal one (``resume`` is not part of
-        it)."""
-        left_out = ("extra", "notes", "resume")
+        """The resolved config as YAML that :func:`load_config` reads back to an equal one (``resume`` and ``force`` are
+        not part of it)."""
+        left_out = ("extra", "notes", "resume", "given", "force")
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in left_out}
         values = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
         values["max_length"] = values["max_length"] or "auto"

@@ -40,6 +40,10 @@ class PreparedData:
     padded: bool = True
     rows: int | None = None
     digest: str | None = None
+    lengths: Any | None = None
+    """Tokens of each row of ``train``, cut as they are; None where they are not known before they are read."""
+    recipe: Any | None = None
+    """What ``method: auto`` chose for these rows (`leantune.training.planning.recipe.Recipe`)."""
     notes: list[str] = field(default_factory=list)
     kept: list[TokenRows] = field(default_factory=list, repr=False)
     """The files behind the data sets live as long as these."""
@@ -75,20 +79,21 @@ def load_data(config: TrainConfig, tokenizer: Any, limits: ModelLimits | None = 
         held_out = found.held.dataset(length).select(found.held_rows)
     elif found.held_rows:
         held_out = whole.select(found.held_rows)
-    lengths = {min(found.train.lengths[row], length) for row in found.train_rows}
+    lengths = numpy.minimum(numpy.asarray(found.train.lengths)[found.train_rows], length)
     prepared = PreparedData(
         train=whole.select(found.train_rows),
         held_out=held_out,
         report=found.report,
         max_length=length,
-        longest=max(lengths),
-        padded=len(lengths) > 1,
+        longest=int(lengths.max()),
+        padded=bool(lengths.min() < lengths.max()),
         rows=len(found.train_rows),
+        lengths=lengths,
         notes=found.report.remarks(),
         kept=kept,
     )
     if config.streaming:
-        prepared.train = streamed(config, tokenizer, limits, length)
+        prepared.train, prepared.lengths = streamed(config, tokenizer, limits, length), None
         prepared.longest, prepared.padded, prepared.rows = length, True, None
         prepared.digest = rows_digest(config)
     return prepared

@@ -9,9 +9,9 @@ from leantune.memory.budget.advice import advise
 from leantune.memory.budget.calibrated import calibrated, calibration_note
 from leantune.memory.budget.gpus import card_bytes
 from leantune.memory.budget.largest import largest
-from leantune.memory.budget.model_files import read_config, read_weight_files
+from leantune.memory.budget.model_files import read_config, read_sizes, read_weight_files
 from leantune.memory.budget.run_plan import Budgets, RunPlan
-from leantune.memory.budget.run_stages import CONTEXT_BYTES, FRAGMENTED, stage_bytes
+from leantune.memory.budget.run_stages import CONTEXT_BYTES, FRAGMENTED, Stage, stage_bytes
 from leantune.memory.budget.sharding import Parallel
 from leantune.memory.closed_form.model_shape import ModelShape
 from leantune.memory.closed_form.settings import RunSettings
@@ -19,9 +19,10 @@ from leantune.memory.closed_form.step import walk_step
 from leantune.memory.closed_form.weights import WeightTable
 from leantune.memory.reports.calibration import read_calibration
 from leantune.memory.sizes import parse_size
-from leantune.memory.traced.traced_stages import traced_stages
 from leantune.training.config import TrainConfig, load_config
-from leantune.training.planning.recipe import choose_recipe, ladder
+from leantune.training.planning.need import check_known, needed
+from leantune.training.planning.recipe import Recipe, choose_recipe
+from leantune.training.planning.settings import settings_of
 
 TIERS = ("closed", "traced", "measured")
 
@@ -70,20 +71,20 @@ def plan(
             "tokens (leantune validate prints the lengths)"
         )
     asked = _Asked(config, _budgets(config, memory_budget, host_memory_budget, disk_budget, gpu), tier, advice)
-    described, spread = read_config(config.model_name_or_path), Parallel(parallel, world_size)
+    described, spread = read_sizes(config.model_name_or_path), Parallel(parallel, world_size)
+    recipe = _recipe(asked, described, spread)
+    if recipe is not None:
+        config = recipe.rung.config
+        asked = replace(asked, config=config)
     try:
-        shape, settings = ModelShape.of_config(described), settings_of(config, described)
-        chosen = ""
-        if config.method == "auto" and asked.budgets.memory is not None:
-            settings, chosen = _chosen(shape, settings, asked.budgets.memory, spread)
-        table = WeightTable(shape, settings)
-        if config.bf16:
-            raise InvalidArgumentError("autocast (bf16: true) casts weights as it goes: not in closed form")
+        shape, settings = ModelShape.of_config(described), settings_of(config)
+        table = check_known(config, shape, settings)
     except InvalidArgumentError as error:
-        found = _from_trace(asked, described, spread, str(error))
+        found = _from_trace(asked, spread, str(error))
     else:
-        found = _in_closed_form(asked, described, spread, shape, settings, table)
-        found = replace(found, notes=(chosen, *found.notes)) if chosen else found
+        found = _in_closed_form(asked, spread, shape, settings, table)
+    if recipe is not None:
+        found = replace(found, chosen=recipe.lines)
     if calibration is None:
         return found
     measured = read_calibration(calibration)
@@ -99,7 +100,7 @@ class _Asked:
 
 
 def _in_closed_form(
-    asked: _Asked, described: Any, spread: Parallel, shape: ModelShape, settings: RunSettings, table: WeightTable
+    asked: _Asked, spread: Parallel, shape: ModelShape, settings: RunSettings, table: WeightTable
 ) -> RunPlan:
     config, memory = asked.config, asked.budgets.memory
     staged = stage_bytes(shape, settings, spread)
@@ -116,20 +117,21 @@ def _in_closed_form(
         dtypes=_dtypes(settings, table.cost.name),
         advice=advise(shape, settings, spread, staged.peak.total, memory) if asked.advice else (),
         largest=largest(shape, settings, spread, memory) if solved and memory is not None else None,
-        tiers=_tiers(config, described, shape, settings, asked.tier),
+        tiers=_tiers(config, shape, settings, asked.tier),
         notes=(*config.notes, *_notes(config, shape, table, memory is not None)),
     )
 
 
-def _from_trace(asked: _Asked, described: Any, spread: Parallel, why: str) -> RunPlan:
+def _from_trace(asked: _Asked, spread: Parallel, why: str) -> RunPlan:
     """A plan of whatever transformers can build, from one step on fake tensors."""
+    from leantune.memory.traced.traced_stages import traced_stages
     from leantune.training.planning.tiers import traced
 
     config = asked.config
     if spread.ranks > 1:
         raise InvalidArgumentError(f"{why}; several processes are planned in closed form alone: plan for one")
-    settings = settings_of(config, described)
-    found, model = traced(config, described, settings)
+    settings = settings_of(config)
+    found, model = traced(config, read_config(config.model_name_or_path), settings)
     trained = [p for p in model.parameters() if p.requires_grad]
     staged = traced_stages(found, settings, sum(p.numel() * p.element_size() for p in trained))
     return RunPlan(
@@ -147,52 +149,19 @@ def _from_trace(asked: _Asked, described: Any, spread: Parallel, why: str) -> Ru
     )
 
 
-def _chosen(shape: ModelShape, settings: RunSettings, budget: int, spread: Parallel) -> tuple[RunSettings, str]:
-    """What ``method: auto`` takes, and why; the last rung where nothing leaves room."""
-    try:
-        recipe = choose_recipe(shape, settings, budget, spread)
-    except InvalidArgumentError as error:
-        return list(ladder(shape, settings))[-1].settings, str(error)
-    return recipe.rung.settings, f"method: auto takes {recipe}"
+def _recipe(asked: _Asked, described: Any, spread: Parallel) -> Recipe | None:
+    """What ``method: auto`` takes; a method that was not set means auto where there is a budget."""
+    config, budget = asked.config, asked.budgets.memory
+    unset = config.given is not None and "method" not in config.given
+    if budget is None or not (unset or config.method == "auto"):
+        return None
+    auto = replace(config, method="auto")
 
+    def need(candidate: TrainConfig) -> tuple[Stage, str]:
+        settings = settings_of(candidate)
+        return needed(candidate, described, settings, spread).peak, settings.where + spread.where
 
-def settings_of(config: TrainConfig, described: Any, *, cuda: bool = True) -> RunSettings:
-    """What a config says, as the closed form takes it. ``described``: the model's transformers config."""
-    rows, length = config.per_device_train_batch_size, config.max_length
-    if config.packing:
-        rows, length = 1, rows * length
-    return RunSettings(
-        batch_size=rows,
-        length=length,
-        micro_batches=config.gradient_accumulation_steps,
-        method="full" if config.method == "auto" else config.method,
-        dtype=config.dtype,
-        optim=config.optim,
-        optimizer_options=_options(config),
-        fused=config.fused,
-        two_passes=config.fused and config.clip_mode == "global",
-        accumulate=config.accumulate,
-        exact_loss="loss" in config.chosen_savings,
-        swiglu="swiglu" in config.chosen_savings,
-        dropout="dropout" in config.chosen_savings,
-        shared_adapter_input="shared_adapter_input" in config.chosen_savings,
-        checkpoint_every=config.checkpoint_every,
-        lora_rank=config.lora_r,
-        lora_targets=config.lora_target_modules,
-        lora_dropout=config.lora_dropout,
-        velora_targets=tuple(config.velora_target_modules or ()),
-        velora_groups=config.velora_num_groups,
-        cuda=cuda,
-    )
-
-
-def _options(config: TrainConfig) -> dict[str, Any]:
-    """Settings of an optimizer that change its states."""
-    names = {
-        "ternary_adamw": ("carry_rank", "momentum_planes", "block_size", "master_bits"),
-        "adamw": ("master_bits",),
-    }.get(config.optim, ())
-    return {name: getattr(config, name) for name in names}
+    return choose_recipe(auto, need, budget)
 
 
 def _budgets(
@@ -221,7 +190,6 @@ def _assumptions() -> tuple[str, ...]:
     return (
         f"device context {CONTEXT_BYTES >> 20} MiB and fragmentation {100 * FRAGMENTED:.0f} % of what comes and goes "
         "are assumptions; a profile measures them",
-        "no attention mask: padded batches and packed sequences keep one, and copies of keys and values, beside this",
     )
 
 
@@ -245,11 +213,12 @@ def _notes(config: TrainConfig, shape: ModelShape, table: WeightTable, budgeted:
     return notes
 
 
-def _tiers(config: TrainConfig, described: Any, shape: ModelShape, settings: RunSettings, tier: str) -> dict[str, int]:
+def _tiers(config: TrainConfig, shape: ModelShape, settings: RunSettings, tier: str) -> dict[str, int]:
     """Tensor bytes of a steady step's peak by each tier, as a CPU runs it."""
     here = replace(settings, cuda=False)
     tiers = {"closed": walk_step(shape, here, WeightTable(shape, here)).peak_bytes}
     if tier in ("traced", "measured"):
+        described = read_config(config.model_name_or_path)
         from leantune.training.planning.tiers import traced
 
         tiers["traced"] = traced(config, described, settings)[0].total

@@ -1,34 +1,75 @@
 """``method: auto``: the first rung of a ladder that fits the device with room to spare, and why.
 
-From the most faithful training to the smallest: full AdamW in fp32, the ternary states with more and more recomputed,
-adapters, adapters over a 4-bit base. What changes the training in another way (VeLoRA, one-sparse, LOMO, shorter rows)
-is offered by the plan's advice and never chosen here.
+From the most faithful training to the smallest: full AdamW in fp32, the ternary states with more and more recomputed
+and fewer rows a step, adapters, adapters over a 4-bit base. Keys that the user set are kept: a rung that cannot work
+with them is passed over. What changes the training in another way (VeLoRA, one-sparse, LOMO, packing, shorter rows) is
+offered by the plan's advice and never chosen here.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
-from leantune.errors import InvalidArgumentError
-from leantune.memory.budget.run_stages import stage_bytes
-from leantune.memory.budget.sharding import ALONE, Parallel
-from leantune.memory.closed_form.model_shape import ModelShape
-from leantune.memory.closed_form.settings import EXACT_SAVINGS, LOSS_ALONE, RunSettings
+from leantune.errors import ConfigError, InvalidArgumentError
+from leantune.memory.budget.run_stages import PART_LABELS, Stage
 from leantune.memory.sizes import GIB, format_bytes
+from leantune.training.config import LORA_METHODS, TrainConfig
+from leantune.training.config.checks import problems_of
 
 SPARE_SHARE = 0.05
 EVERY_N_LAYERS = 2
+_SOME_RECOMPUTED = {
+    "gradient_checkpointing": True,
+    "gradient_checkpointing_kwargs": {"every_n_layers": EVERY_N_LAYERS},
+}
+_FP32 = {"method": "full", "optim": "adamw", "dtype": "float32", "fused_backward": False}
+_REMAINDER = {"method": "full", "optim": "ternary_adamw", "master_bits": 24, "fused_backward": False}
+_FUSED = {"method": "full", "optim": "ternary_adamw"}
+_ALL_RECOMPUTED = _FUSED | {"gradient_checkpointing": True}
+_FULL: tuple[tuple[dict[str, Any], str], ...] = (
+    (_FP32, "no quality; products in fp32 are slower than 16-bit ones on a GPU"),
+    (_REMAINDER, "optimizer states are trits"),
+    (
+        _FUSED | _SOME_RECOMPUTED,
+        "weights are rounded stochastically, clipping is per tensor, about a sixth more time",
+    ),
+    (_ALL_RECOMPUTED, "the same, and about a third more time than without recomputing"),
+)
+_ADAPTED: tuple[tuple[str, str], ...] = (
+    ("lora", "adapters alone are trained"),
+    ("qlora", "adapters are trained over weights of 4 bits; products are slower"),
+)
+
+_NOT_KEPT = frozenset({"memory_budget", "method", "force", "resume", "output_dir"})
+"""Keys that say nothing of how a run trains."""
 
 
 @dataclass(frozen=True)
 class Rung:
-    """One way to train, from the top of the ladder down."""
+    """One way to train: the whole config, and its cost against the rung above in words."""
 
-    name: str
-    settings: RunSettings
-    keys: dict[str, object]
-    """What a config would say."""
+    config: TrainConfig
     cost: str
-    """Against the rung above."""
+
+    @property
+    def name(self) -> str:
+        """What it is, from its config. Example: "full, ternary states, fused backward, every block recomputed"."""
+        c = self.config
+        optim = {"ternary_adamw": "ternary states", "adamw": "AdamW"}.get(c.optim, c.optim)
+        words = {"lora": ["LoRA"], "qlora": ["QLoRA (4-bit base)"]}.get(c.method, [c.method, optim])
+        if c.method == "full":
+            words.append({"float32": "fp32 weights", "bfloat16": "bf16 weights"}.get(c.dtype, f"{c.dtype} weights"))
+        if c.master_bits is not None:
+            words[-1] += f" with {c.master_bits - 16} more bits"
+        if c.fused and c.method == "full":
+            words.append("fused backward")
+        if c.gradient_checkpointing:
+            every = (c.extra.get("gradient_checkpointing_kwargs") or {}).get("every_n_layers", 1)
+            words.append("every block recomputed" if every == 1 else f"every {every}nd block recomputed")
+        rows, steps = c.per_device_train_batch_size, c.gradient_accumulation_steps
+        words.append(f"{rows} row{'s' if rows > 1 else ''}" + (f" x {steps} a step" if steps > 1 else " a step"))
+        return ", ".join(words)
 
 
 @dataclass(frozen=True)
@@ -36,91 +77,149 @@ class Recipe:
     """The rung that was chosen: why, what it costs, and what comes next if it turns out too large."""
 
     rung: Rung
-    total: int
-    spare: int
-    why: str
+    peak: Stage
+    where: str
+    budget: int
+    passed: str
+    """Of the rung before, what it would have needed; empty where the first was taken."""
     next: str
+    kept: tuple[str, ...]
+    """Keys the user set."""
 
-    def __str__(self) -> str:
-        return f"{self.rung.name}: {self.why}; {self.rung.cost}. Next: {self.next}"
+    @property
+    def total(self) -> int:
+        """Bytes on the device at the run's peak."""
+        return self.peak.total
 
+    @property
+    def spare(self) -> int:
+        """Bytes of the budget that stay free; negative where not even the last rung fits."""
+        return self.budget - self.total
 
-def ladder(shape: ModelShape, settings: RunSettings) -> Iterator[Rung]:
-    """All rungs for this model at the settings' batch and length, the most faithful first."""
-    plain = replace(
-        settings, method="full", optimizer_options={}, velora_targets=(), checkpoint_every=0, two_passes=False,
-        accumulate=None, **EXACT_SAVINGS,
-    )  # fmt: skip
-    yield Rung(
-        "full AdamW in fp32",
-        replace(plain, dtype="float32", optim="adamw", fused=False),
-        {"method": "full", "optim": "adamw", "dtype": "float32", "fused_backward": False},
-        "it costs no quality",
-    )
-    kept = {"carry_rank": 4, "momentum_planes": 1, "block_size": 128, "master_bits": 24}
-    yield Rung(
-        "full, ternary states, bf16 weights with an 8-bit remainder",
-        replace(plain, dtype="bfloat16", optim="ternary_adamw", optimizer_options=kept, fused=False),
-        {"method": "full", "optim": "ternary_adamw", "master_bits": 24, "fused_backward": False},
-        "states are trits",
-    )
-    fused = replace(plain, dtype="bfloat16", optim="ternary_adamw", fused=settings.micro_batches == 1)
-    keys: dict[str, object] = {"method": "full", "optim": "ternary_adamw", "gradient_checkpointing": True}
-    yield Rung(
-        f"full, ternary states, fused backward, every {EVERY_N_LAYERS}nd block recomputed",
-        replace(fused, checkpoint_every=EVERY_N_LAYERS),
-        keys | {"gradient_checkpointing_kwargs": {"every_n_layers": EVERY_N_LAYERS}},
-        "weights are rounded stochastically, clipping is per tensor, about a sixth more time",
-    )
-    yield Rung(
-        "full, ternary states, fused backward, every block recomputed",
-        replace(fused, checkpoint_every=1, **LOSS_ALONE),
-        keys,
-        "about a third more time than without recomputing",
-    )
-    adapted = replace(
-        plain, dtype="bfloat16", optim="adamw", fused=False, lora_rank=16, checkpoint_every=1, **LOSS_ALONE
-    )
-    adapter_keys: dict[str, object] = {"lora_r": 16, "optim": "adamw", "gradient_checkpointing": True}
-    yield Rung(
-        "LoRA", replace(adapted, method="lora"), {"method": "lora", **adapter_keys}, "adapters alone are trained"
-    )
-    if not shape.experts:
-        yield Rung(
-            "QLoRA (nf4, nested)",
-            replace(adapted, method="qlora"),
-            {"method": "qlora", **adapter_keys},
-            "adapters are trained over weights of 4 bits; products are slower",
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Five lines: chosen, because, costs, next best, you set."""
+        size, budget = format_bytes(self.total), format_bytes(self.budget)
+        if self.spare >= 0:
+            why = f"it needs {size} of {budget} at {self.where}"
+        else:
+            part = max(self.peak.parts, key=lambda name: self.peak.parts[name])
+            most = f"{format_bytes(self.peak.parts[part])} of it {PART_LABELS[part]}"
+            why = f"nothing fits {budget}: even this needs {size} at {self.where}, {most}"
+        return (
+            f"chosen: {self.rung.name}",
+            f"because: {why}" + (f"; {self.passed}" if self.passed else ""),
+            f"costs: {self.rung.cost}",
+            f"next best: {self.next}",
+            f"you set: {', '.join(self.kept) if self.kept else 'nothing'}",
         )
 
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
 
-def choose_recipe(shape: ModelShape, settings: RunSettings, budget: int, parallel: Parallel = ALONE) -> Recipe:
-    """The first rung that leaves at least 1 GiB, or 5 % of the budget, free.
+
+def ladder(config: TrainConfig) -> Iterator[Rung]:
+    """All rungs that can work with the keys ``config.given``, the most faithful first.
+
+    Fewer rows a step are tried where the user set none: down to one for the last of the full ones, which a fused
+    backward cannot sum over micro-batches; under adapters as many micro-batches make up for them.
+    """
+    rows, steps = config.per_device_train_batch_size, config.gradient_accumulation_steps
+    fewer = [] if _is_given(config, "per_device_train_batch_size") else _halves(rows)
+    unfused = {"fused_backward": False} if steps > 1 and config.accumulate is None else {}
+    wanted = [(keys | unfused, cost) for keys, cost in _FULL]
+    wanted += [
+        (
+            _ALL_RECOMPUTED | unfused | {"per_device_train_batch_size": n},
+            f"the same, and a step has {n} rows in place of {rows}",
+        )
+        for n in fewer
+    ]
+    for method, cost in _ADAPTED:
+        keys = {"method": method, "optim": "adamw", "fused_backward": False, "gradient_checkpointing": True}
+        wanted.append((keys, cost))
+        for n in fewer:
+            less = {"per_device_train_batch_size": n, "gradient_accumulation_steps": steps * rows // n}
+            wanted.append((keys | less, f"{cost}; {rows * steps // n} micro-batches a step"))
+    seen: list[TrainConfig] = []
+    for keys, cost in wanted:
+        candidate = _overlaid(config, keys)
+        if candidate not in seen and not problems_of(candidate, planning=True):
+            seen.append(candidate)
+            yield Rung(candidate, cost)
+
+
+def choose_recipe(config: TrainConfig, need: Callable[[TrainConfig], tuple[Stage, str]], budget: int) -> Recipe:
+    """The first rung that leaves at least 1 GiB, or 5 % of the budget, free; the smallest where none does.
 
     Args:
-        shape, settings: the model, and the batch and length to train at; what else they say is replaced.
+        config: its ``given`` keys are kept.
+        need: (the stage that decides, batch and length in words) of a config; InvalidArgumentError where it cannot be
+            planned, which passes the rung over.
         budget: bytes of the device.
 
-    Raises InvalidArgumentError where not even the last rung fits, naming it, its largest part and what is missing.
+    Raises ConfigError where no rung can work with the keys that were set, with the problems of the first.
     """
     spare_wanted = min(GIB, int(SPARE_SHARE * budget))
-    rungs = list(ladder(shape, settings))
-    passed = ""
-    for place, rung in enumerate(rungs):
-        peak = stage_bytes(shape, rung.settings, parallel).peak
-        spare = budget - peak.total
-        if spare >= spare_wanted:
-            why = f"it takes {format_bytes(peak.total)} of {format_bytes(budget)}"
-            why += f" at {rung.settings.where}{parallel.where}" + (f"; {passed}" if passed else "")
-            following = (
-                rungs[place + 1].name if place + 1 < len(rungs) else "a smaller batch, shorter rows, more devices"
-            )
-            return Recipe(rung, peak.total, spare, why, following)
-        short = spare_wanted - spare
-        passed = f"{rung.name} would take {format_bytes(peak.total)}, {format_bytes(short)} more than leaves room"
-    part = max(peak.parts, key=lambda name: peak.parts[name])
-    raise InvalidArgumentError(
-        f"method: auto: nothing fits {format_bytes(budget)} at {settings.where}: even {rungs[-1].name} takes "
-        f"{format_bytes(peak.total)}, {format_bytes(peak.parts[part])} of it {part}. Write a smaller "
-        "per_device_train_batch_size or max_length, or train on more devices"
-    )
+    kept = tuple(sorted((config.given or frozenset()) - _NOT_KEPT))
+    passed: str = ""
+    smallest: Recipe | None = None
+    rungs = ladder(config)
+    for rung in rungs:
+        try:
+            peak, where = need(rung.config)
+        except InvalidArgumentError:
+            continue
+        found = Recipe(rung, peak, where, budget, passed, "a smaller batch, shorter rows, more devices", kept)
+        if found.spare >= spare_wanted:
+            return dataclasses.replace(found, next=_next(rungs, need, found.next))
+        short = format_bytes(spare_wanted - found.spare)
+        passed = f"{rung.name} would need {format_bytes(found.total)}, {short} more than leaves room"
+        if smallest is None or found.total < smallest.total:
+            smallest = found
+    if smallest is None:
+        first = _overlaid(config, _FULL[-1][0])
+        problems = problems_of(first, planning=True) or ["no way to train with these keys can be planned"]
+        raise ConfigError("\n".join(f"- {problem}" for problem in problems))
+    return smallest
+
+
+def _next(rungs: Iterator[Rung], need: Callable[[TrainConfig], tuple[Stage, str]], otherwise: str) -> str:
+    for rung in rungs:
+        try:
+            return f"{rung.name}, {format_bytes(need(rung.config)[0].total)}"
+        except InvalidArgumentError:
+            continue
+    return otherwise
+
+
+def _is_given(config: TrainConfig, key: str) -> bool:
+    return config.given is not None and key in config.given
+
+
+def _halves(rows: int) -> list[int]:
+    """[4, 2, 1] of 8."""
+    found = []
+    while rows > 1:
+        rows //= 2
+        found.append(rows)
+    return found
+
+
+def _overlaid(config: TrainConfig, keys: dict[str, Any]) -> TrainConfig:
+    """``config`` with what a rung says where the user said nothing."""
+    new = {key: value for key, value in keys.items() if not _is_given(config, key)}
+    if _is_given(config, "method") and config.method != "auto":
+        new.pop("method", None)
+    elif "method" in keys:
+        new["method"] = keys["method"]
+    recomputing = new.pop("gradient_checkpointing_kwargs", None)
+    extra = dict(config.extra)
+    candidate = dataclasses.replace(config, **new)
+    if recomputing and candidate.gradient_checkpointing:
+        extra["gradient_checkpointing_kwargs"] = recomputing
+    if candidate.optim not in ("ternary_adamw", "adamw") or candidate.dtype != "bfloat16":
+        candidate = candidate if _is_given(config, "master_bits") else dataclasses.replace(candidate, master_bits=None)
+    if candidate.method not in LORA_METHODS and not candidate.ours and not _is_given(config, "fused_backward"):
+        candidate = dataclasses.replace(candidate, fused_backward=None)
+    return dataclasses.replace(candidate, extra=extra)

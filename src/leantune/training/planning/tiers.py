@@ -37,7 +37,8 @@ def traced(config: TrainConfig, described: Any, settings: RunSettings) -> tuple[
         micro_batches=settings.micro_batches,
         accumulate=settings.accumulate,
         autocast=torch.bfloat16 if config.bf16 else None,
-        batch=token_batch(settings.batch_size, settings.length, torch.device("cpu")),
+        padded=settings.padded,
+        batch=token_batch(settings.batch_size, settings.length, torch.device("cpu"), padded=settings.padded),
     )
     return plan, model
 
@@ -61,15 +62,17 @@ def measured_peak(config: TrainConfig, described: Any, settings: RunSettings) ->
     if settings.fused and isinstance(optimizer, LeanOptimizer):
         fused = FusedBackward(optimizer, inner(model), clip, accumulate=settings.accumulate)
     loss_of = exact_loss if settings.exact_loss else full_logits_loss
+    batch = token_batch(settings.batch_size, settings.length, torch.device("cpu"), padded=settings.padded)
     generator = torch.Generator().manual_seed(config.seed)
-    shape = (settings.batch_size, settings.length)
-    ids = torch.randint(described.vocab_size, shape, generator=generator)
+    batch["labels"] = batch["input_ids"].random_(described.vocab_size, generator=generator).clone()
+    if settings.padded:
+        batch["attention_mask"][0, -1] = 0
     for step in range(2):
         tracker = MemoryTracker(inner(model), optimizer)
         if step == 1:
             tracker.start()
         for micro in range(settings.micro_batches):
-            loss = loss_of(inner(model), {"input_ids": ids, "labels": ids.clone()})
+            loss = loss_of(inner(model), batch)
             if fused is None:
                 loss.backward()
             else:

@@ -21,14 +21,17 @@ def longest_first(config: TrainConfig, data: PreparedData, steps: int) -> Prepar
         lengths = [len(data.train[index]["input_ids"]) for index in order]
         # Packing leaves gaps at the ends of rows: twice the tokens are enough to fill every step.
         needed = 2 * rows * steps * config.max_length
-        chosen = order * -(-needed // max(1, sum(lengths)))
+        chosen, padded = order * -(-needed // max(1, sum(lengths))), True
     else:
         step = [order[index % len(order)] for index in range(rows)]
         chosen = step * steps
+        padded = len({len(data.train[index]["input_ids"]) for index in step}) > 1
     held_out = data.held_out
     if held_out is not None:
         held_out = held_out.select(_by_length(held_out)[: EVALUATED_BATCHES * config.per_device_train_batch_size])
-    return dataclasses.replace(data, train=data.train.select(chosen), held_out=held_out, rows=len(chosen))
+    return dataclasses.replace(
+        data, train=data.train.select(chosen), held_out=held_out, rows=len(chosen), padded=padded, lengths=None
+    )
 
 
 def _by_length(rows: Any) -> list[int]:

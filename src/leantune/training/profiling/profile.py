@@ -43,14 +43,13 @@ from leantune.memory.reports.stages import (
     RESUME,
     SAVE,
     STEP,
-    TOTAL,
     StageMeasurement,
     stage_rows,
 )
 from leantune.training.config import TrainConfig, load_config
 from leantune.training.optimizers import plain_optimizer
-from leantune.training.planning.remedies import remedies
 from leantune.training.profiling.longest import longest_first
+from leantune.training.profiling.planned import PlannedRun, planned_run
 from leantune.training.run import build_trainer, load_model, load_rows, plan_of_run
 from leantune.training.summary import dtypes
 from leantune.training.trainer import LeanTrainer
@@ -130,6 +129,7 @@ class _Profiling:
         self.timeline: MemoryTimeline | None = None
         self.modules: list[ModuleRow] = []
         self.plan: Plan | None = None
+        self.planned: PlannedRun | None = None
         self.notes: list[str] = []
         self.described: dict[str, str] = {}
         self.tokens_per_second: float | None = None
@@ -168,6 +168,7 @@ class _Profiling:
         # The plan is for the batch that is run, or the two could not be compared.
         data.notes = []
         self.plan = plan_of_run(self.config, trainer, data)
+        self.planned = planned_run(self.config, data, self.plan, cuda=self.device.type == "cuda")
         self.notes += data.notes
         self._describe(trainer, data)
         self.described["exact savings"] = "; ".join(loaded.savings.lines())
@@ -283,16 +284,17 @@ class _Profiling:
             self.notes.append(
                 f"resuming needs {format_bytes(resume)} of tensors, {verdict} training ({format_bytes(trained)})"
             )
+        planned = self.planned
         return MemoryProfile(
             run=self.described or {"model": self.config.model_name_or_path},
             machine=describe_machine(self.device),
             versions=versions(),
             budget=self.budget,
             stages=tuple(self.stages),
-            rows=tuple(stage_rows(planned_stages(self.plan), self.stages)),
+            rows=tuple(stage_rows(planned.stages() if planned else {}, self.stages)),
             timeline=self.timeline,
             modules=tuple(self.modules),
-            advice=tuple(remedies(self.config, parts)),
+            advice=planned.advice(parts, self.budget) if planned else (),
             notes=tuple(self.notes),
             tokens_per_second=self.tokens_per_second,
             shortage=shortage,
@@ -331,11 +333,6 @@ class _Steps(TrainerCallback):
             dataclasses.replace(stage, outside_bytes=outside) if stage.stage == STEP else stage
             for stage in profiling.stages
         ]
-
-
-def planned_stages(plan: Plan | None) -> dict[str, dict[str, int]]:
-    """What a plan of one step says of the stages; the others stay unplanned."""
-    return {} if plan is None else {STEP: {**plan.parts, TOTAL: plan.total}}
 
 
 @contextmanager
