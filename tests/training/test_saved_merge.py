@@ -183,6 +183,16 @@ def test_a_merge_that_loses_or_doubles_the_adapter_is_refused(
     assert nothing_left(tmp_path)
 
 
+def test_an_adapter_that_bfloat16_would_round_away_is_refused_and_merged_in_float32(
+    tiny_model_path: str, tmp_path: Path
+) -> None:
+    adapter = saved_adapter(tiny_model_path, tmp_path / "adapter", scale=1e-3)
+    with pytest.raises(StateMismatchError, match=r"rounded away.*--dtype float32"):
+        merge(adapter, str(tmp_path / "merged"), console=QUIET, dtype="bfloat16")
+    assert nothing_left(tmp_path)
+    assert merged(adapter, tmp_path / "merged").arrived == pytest.approx(1, abs=0.05)
+
+
 def test_weights_that_are_no_numbers_are_refused(tiny_model_path: str, tmp_path: Path) -> None:
     adapter = saved_adapter(tiny_model_path, tmp_path / "adapter", scale=float("inf"))
     with pytest.raises((NonFiniteError, StateMismatchError), match="Nothing was"):

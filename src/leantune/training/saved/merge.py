@@ -40,7 +40,7 @@ TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 ROUNDED_PRODUCTS_TOLERANCE = 1e-1
 """The same where the unmerged model has an 8-bit base, which rounds the inputs of its products too."""
 ARRIVED_WITHIN = 0.5
-"""`MergeResult.arrived` may be this far from 1: a change lost is 0, one added twice 2."""
+"""`MergeResult.arrived` may be this far from 1: a change lost, by mistake or by rounding, is 0; one added twice 2."""
 NOISE_SEEN_THROUGH = 4
 """Rounding this many times larger than the adapter's own change hides whether that arrived."""
 BASES = ("quantised", "full")
@@ -88,7 +88,8 @@ def merge(
             it was trained so.
     Raises: ConfigError where it cannot work, and NotEnoughRoomError where disk or memory are short, both before a
         model is loaded; NonFiniteError for weights that are no numbers; StateMismatchError where the merged model's
-        logits differ from the unmerged one's by more than rounding. Nothing is left in ``output_dir`` then.
+        logits differ from the unmerged one's by more than rounding, or hold less than half of the adapter's change
+        because ``dtype`` rounds it away. Nothing is left in ``output_dir`` then.
     """
     console = console or Console()
     if base not in (None, *BASES):
@@ -335,11 +336,17 @@ def _refuse_another_model(result: MergeResult, tolerance: float, dtype: torch.dt
             "stays, report it with the output of `leantune env`"
         )
     told_apart = result.adapter.relative > result.merged.relative / NOISE_SEEN_THROUGH
-    if told_apart and abs(result.arrived - 1) > ARRIVED_WITHIN:
+    if not told_apart or abs(result.arrived - 1) <= ARRIVED_WITHIN:
+        return
+    what = f"the merged model, read back from disk, holds {result.arrived:.0%} of what the adapter changes"
+    if result.arrived < 1 and dtype != torch.float32:
         raise StateMismatchError(
-            f"the merged model, read back from disk, holds {result.arrived:.0%} of what the adapter changes. Nothing "
-            "was kept. Report it with the output of `leantune env`; until then use the adapter unmerged"
+            f"{what}. In {str(dtype).removeprefix('torch.')} a change smaller than half a step of a weight is rounded "
+            "away, and this adapter changes little. Nothing was kept. Write --dtype float32, or use it unmerged"
         )
+    raise StateMismatchError(
+        f"{what}. Nothing was kept. Report it with the output of `leantune env`; until then use the adapter unmerged"
+    )
 
 
 def _tell(console: Console, result: MergeResult, tolerance: float, dtype: torch.dtype) -> None:
@@ -348,7 +355,7 @@ def _tell(console: Console, result: MergeResult, tolerance: float, dtype: torch.
     console.print(
         f"logits, merged and reloaded against unmerged: differ by {merged.largest:.3g} at most, {merged.relative:.2g} "
         f"of their size (tolerance {tolerance:g} in {name}); the adapter itself changes them by {adapter.largest:.3g} "
-        f"at most, {adapter.relative:.2g}",
+        f"at most, {adapter.relative:.2g}, and {result.arrived:.0%} of that is in the merged model",
         highlight=False,
     )
     if result.trained is not None:
