@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     from leantune.training.trainer import LeanTrainer
 
 
-def facts(
-    config: TrainConfig, trainer: "LeanTrainer", data: PreparedData, savings: "RunSavings"
-) -> dict[str, str]:
+def facts(config: TrainConfig, trainer: "LeanTrainer", data: PreparedData, savings: "RunSavings") -> dict[str, str]:
     """What a run does, in words by subject: model, dtypes, optimizer, clipping, exact savings, data..."""
     model: Any = trainer.model
     optimizer: Any = trainer.optimizer

@@ -20,7 +20,7 @@ from leantune.training.identity import trained_on_others
 from leantune.training.pretrained import model_limits
 from leantune.training.saved.saved_model import SavedModel, find_saved, load_saved, load_saved_tokenizer, parse_dtype
 from leantune.training.saved.task_evaluation import Scores, check_tasks, evaluate_tasks
-from leantune.training.trainer import base_model, check_exact_loss, summed_loss
+from leantune.training.trainer import base_model, loss_obstacle, summed_loss
 
 REPORT = "eval.json"
 
@@ -199,14 +199,12 @@ def _split_off(
 def _exact_loss(saved: SavedModel, model: Any, notes: list[str]) -> bool:
     """Whether the loss is taken without logits: as in its run, else where that is this model's loss. A note says so
     where it is not."""
-    if saved.run is not None and not saved.run.exact_savings:
+    if saved.run is not None and "loss" not in saved.run.chosen_savings:
         return False
-    try:
-        check_exact_loss(model)
-    except ConfigError as error:
-        notes.append(f"the loss is taken from full logits: {str(error).removeprefix('- ')}")
-        return False
-    return True
+    obstacle = loss_obstacle(model)
+    if obstacle is not None:
+        notes.append(f"the loss is taken from full logits: {obstacle}")
+    return obstacle is None
 
 
 def _show(console: Console, result: EvalResult) -> None:
