@@ -54,6 +54,8 @@ def version_of(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return MISSING
+    except Exception as error:  # a half-removed package has metadata without a version
+        return _reason(error)
 
 
 def _kernels() -> dict[str, str]:
@@ -113,8 +115,8 @@ def _gpus() -> list[dict[str, Any]]:
 
         if torch.cuda.is_available():
             return [_torch_gpu(torch.cuda.get_device_properties(i), i) for i in range(torch.cuda.device_count())]
-    except Exception as error:
-        return [{"name": _reason(error)}]
+    except Exception:  # `_cuda` says why torch cannot be used
+        pass
     rows = (line.rsplit(", ", 1) for line in _nvidia_smi("name,memory.total"))
     return [{"name": name, "total": int(mebibytes) << 20} for name, mebibytes in rows if mebibytes.isdigit()]
 

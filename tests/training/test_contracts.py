@@ -78,7 +78,7 @@ def test_p13_resuming_a_finished_run_changes_nothing(tiny_model_path: str, rows:
     (out / "model.safetensors").unlink()
     result = train(config(tiny_model_path, rows, out, resume=True, **more), console=QUIET)
     assert (out / "model.safetensors").read_bytes() == before[out / "model.safetensors"]
-    assert result.peak_bytes == 0 and "Memory of" not in (out / "summary.md").read_text()
+    assert result.peak_bytes == 0 and "## Memory" not in (out / "run_card.md").read_text()
     assert [path.name for path in checkpoints(out)] == [
         path.name for path in sorted({p.parent for p in before if p.parent.name.startswith("checkpoint")})
     ]

@@ -52,7 +52,8 @@ def test_a_run_writes_a_model_a_log_plots_and_reports(tiny_model_path: str, rows
         "memory_plan.json",
         "memory_profile.json",
         "summary.json",
-        "summary.md",
+        "curves.png",
+        "run_card.md",
         "leantune_config.yaml",
     ):
         assert (out / name).stat().st_size > 0

@@ -162,7 +162,7 @@ def test_p12_a_checkpoint_still_being_written_or_removed_is_not_taken(tmp_path: 
 
 def test_p12_a_log_cut_short_by_a_kill_is_read_and_trimmed(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").write_text('{"step": 1, "loss": 2}\n{"step": 2, "loss": 1}\n{"step": 3, "lo')
-    log = RunLog(tmp_path, MovedShare(), append=True)
+    log = RunLog(tmp_path, MovedShare(), trainer=None, append=True)
 
     class State:
         global_step = 1

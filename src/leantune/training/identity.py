@@ -71,6 +71,12 @@ def check_identity(config: TrainConfig, data: PreparedData, folder: Path) -> Non
         )
 
 
+def trained_on_others(config: TrainConfig, data: PreparedData, folder: Path) -> bool:
+    """Whether the run in ``folder`` was trained on other rows than those of ``data``, as far as its files say."""
+    path = folder / IDENTITY_FILE
+    return path.is_file() and json.loads(path.read_text(encoding="utf-8"))["data"] != identity(config, data)["data"]
+
+
 def _digest(rows: Any) -> str:
     digest = hashlib.sha256()
     for row in rows:

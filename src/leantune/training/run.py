@@ -36,8 +36,10 @@ from leantune.training.planning.settings import batch_shape
 from leantune.training.pretrained import load_tokenizer, model_limits
 from leantune.training.progress import ProgressBar
 from leantune.training.quantised_base import check_bitsandbytes, check_trainable, quantisation, settle
+from leantune.training.run_card import write_run_card
+from leantune.training.samples import Sample, Sampler
 from leantune.training.save_probe import SaveProbe
-from leantune.training.summary import header, summary, write_summary
+from leantune.training.summary import facts, header, summary, write_summary
 from leantune.training.trainer import LeanTrainer, base_model
 from leantune.training.velora_probe import exact_where_poor
 
@@ -57,6 +59,8 @@ class TrainResult:
     memory_by_part: dict[str, int]
     plan: Plan | None
     velora: VeloraReport | None
+    samples: list[Sample]
+    """Answers at the end, where ``num_samples`` asks for them."""
     log: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -84,7 +88,8 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     if resume_from is not None and velora is not None:
         velora.load(resume_from / VELORA_FILE)
     plan = plan_of_run(config, trainer, data)
-    header(console, config, trainer, data, plan, loaded.savings)
+    methods = facts(config, trainer, data, loaded.savings)
+    header(console, config, trainer, data, plan, methods)
     _hold_against_budget(config, plan)
     output.mkdir(parents=True, exist_ok=True)
     (output / "leantune_config.yaml").write_text(config.to_yaml(), encoding="utf-8")
@@ -93,10 +98,12 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     if plan is not None:
         plan.save(output)
     moved = MovedShare()
-    log = RunLog(output, moved, append=resume_from is not None)
+    log = RunLog(output, moved, trainer, append=resume_from is not None)
+    sampler = Sampler(config, trainer, data, tokenizer, output, console)
     probe, bar = _MemoryProbe(trainer), ProgressBar(console)
     trainer.remove_callback(PrinterCallback)
-    for callback in (SaveProbe(trainer, plan.parts[OPTIMIZER_STATES] if plan else 0), moved, log, probe, bar):
+    save_probe = SaveProbe(trainer, plan.parts[OPTIMIZER_STATES] if plan else 0)
+    for callback in (save_probe, moved, log, probe, bar, sampler):
         trainer.add_callback(callback)
     if resume_from is None and velora is not None and config.velora_min_cosine is not None:
         console.print(exact_where_poor(trainer, velora, config.velora_min_cosine), highlight=False)
@@ -116,14 +123,15 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
         bar.stop()
         if trainer.attached is not None:
             trainer.attached.remove()
-    seconds = time.perf_counter() - start - probe.seconds
+    seconds = time.perf_counter() - start - probe.seconds - sampler.seconds
     after = trainer.held_out_loss()
     trainer.save_whole(output)
+    sampler.take(trainer.state.global_step)
     timeline = probe.timeline
     if timeline is not None:
         (output / "memory_profile.json").write_text(json.dumps(timeline.to_json()) + "\n", encoding="utf-8")
         plot_memory(timeline, output / "memory.png", plan_total=plan.total if plan else None)
-    log.plot(output / "loss.png", before, after)
+    log.plot(output, before, after)
     tokens = trainer.tokens_seen - probe.tokens
     result = TrainResult(
         model=trainer.accelerator.unwrap_model(trainer.model),
@@ -136,9 +144,11 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
         memory_by_part=dict(timeline.at_peak()) if timeline else {},
         plan=plan,
         velora=velora.report() if velora else None,
+        samples=sampler.last,
         log=log.rows,
     )
     write_summary(config, result)
+    write_run_card(config, result, data, methods, timeline)
     summary(console, config, result)
     return result
 

@@ -15,11 +15,49 @@ from leantune.optim.ternary_adamw import TernaryAdamW
 from leantune.training.config import TrainConfig
 from leantune.training.data.load import PreparedData
 from leantune.training.quantised_base import compute_dtype, described
+from leantune.training.samples import stopped_share, stopping
 
 if TYPE_CHECKING:
     from leantune.training.exact_savings import RunSavings
     from leantune.training.run import TrainResult
     from leantune.training.trainer import LeanTrainer
+
+
+def facts(config: TrainConfig, trainer: "LeanTrainer", data: PreparedData, savings: "RunSavings") -> dict[str, str]:
+    """What a run does, in words by subject: model, dtypes, optimizer, clipping, exact savings, data..."""
+    model: Any = trainer.model
+    optimizer: Any = trainer.optimizer
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    total = sum(elements(p) for p in model.parameters())
+    found = {
+        "model": f"{config.model_name_or_path}: {trained:,} of {total:,} parameters trained ({config.method})",
+        **dtypes(config, model, optimizer),
+    }
+    if base := described(model):
+        found["base"] = base
+    found["optimizer"] = f"{config.optim}, lr {config.rate:g}, weight decay {config.weight_decay:g} (matrices only)"
+    if isinstance(optimizer, TernaryAdamW):
+        found["update"] = native.status() if trainer.args.device.type == "cpu" else gpu.status()
+    if config.fused:
+        bound = config.max_grad_norm or 1.0
+        clip = {"per_tensor": f"per tensor at norm {bound:g}", "global": f"global norm {bound:g}, exact, two backwards"}
+        found["clipping"] = clip.get(config.clip_mode, "none")
+    else:
+        norm = trainer.args.max_grad_norm
+        found["clipping"] = f"global norm {norm:g} (transformers)" if norm else "none"
+    found["exact savings"] = "\n".join(savings.lines())
+    if config.velora_target_modules:
+        found["VeLoRA"] = _velora(config)
+    if config.gradient_checkpointing:
+        every = config.checkpoint_every
+        found["checkpointing"] = "every block" if every == 1 else f"one block of {every}"
+    held = len(data.held_out) if data.held_out is not None else 0
+    packed = ", packed" if config.packing else ""
+    rows = "rows read as they are needed" if data.rows is None else f"{data.rows:,} rows to train on"
+    found["data"] = f"{rows}, {held:,} held out, longest {data.longest} tokens{packed}"
+    found["device"] = f"{trainer.args.device}, one a process"
+    return found
 
 
 def header(
@@ -28,45 +66,14 @@ def header(
     trainer: "LeanTrainer",
     data: PreparedData,
     plan: Plan | None,
-    savings: "RunSavings",
+    found: dict[str, str],
 ) -> None:
-    """Dtypes, methods, what stays exact and why, planned bytes by part."""
-    model: Any = trainer.model
+    """The `facts` that were ``found``, what stays exact and why, planned bytes by part."""
     optimizer: Any = trainer.optimizer
     optimizer = getattr(optimizer, "optimizer", optimizer)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    total = sum(elements(p) for p in model.parameters())
     table = Table(title="leantune train", show_header=False, title_justify="left")
-    table.add_row(
-        "model", f"{config.model_name_or_path}: {trained:,} of {total:,} parameters trained ({config.method})"
-    )
-    for name, value in dtypes(config, model, optimizer).items():
+    for name, value in found.items():
         table.add_row(name, value)
-    if base := described(model):
-        table.add_row("base", base)
-    table.add_row(
-        "optimizer", f"{config.optim}, lr {config.rate:g}, weight decay {config.weight_decay:g} (matrices only)"
-    )
-    if isinstance(optimizer, TernaryAdamW):
-        table.add_row("update", native.status() if trainer.args.device.type == "cpu" else gpu.status())
-    if config.fused:
-        bound = config.max_grad_norm or 1.0
-        clip = {"per_tensor": f"per tensor at norm {bound:g}", "global": f"global norm {bound:g}, exact, two backwards"}
-        table.add_row("clipping", clip.get(config.clip_mode, "none"))
-    else:
-        norm = trainer.args.max_grad_norm
-        table.add_row("clipping", f"global norm {norm:g} (transformers)" if norm else "none")
-    table.add_row("exact savings", "\n".join(savings.lines()))
-    if config.velora_target_modules:
-        table.add_row("VeLoRA", _velora(config))
-    if config.gradient_checkpointing:
-        every = config.checkpoint_every
-        table.add_row("checkpointing", "every block" if every == 1 else f"one block of {every}")
-    held = len(data.held_out) if data.held_out is not None else 0
-    packed = ", packed" if config.packing else ""
-    rows = "rows read as they are needed" if data.rows is None else f"{data.rows:,} rows to train on"
-    table.add_row("data", f"{rows}, {held:,} held out, longest {data.longest} tokens{packed}")
-    table.add_row("device", f"{trainer.args.device}, one a process")
     console.print(table)
     for note in [*config.notes, *data.notes]:
         console.print(f"note: {note}", highlight=False)
@@ -120,7 +127,7 @@ def _computed_in(config: TrainConfig, weights: Counter[str]) -> str:
 
 
 def write_summary(config: TrainConfig, result: "TrainResult") -> None:
-    """summary.json and summary.md in the output folder: the figures that `summary` prints. Sizes in bytes."""
+    """summary.json in the output folder: the figures that `summary` prints. Sizes in bytes."""
     figures = {
         "model": config.model_name_or_path,
         "method": config.method,
@@ -134,6 +141,8 @@ def write_summary(config: TrainConfig, result: "TrainResult") -> None:
         "steps": max((row["step"] for row in result.log), default=0),
         "held_out_before": result.held_out_before,
         "held_out_after": result.held_out_after,
+        "answers": len(result.samples),
+        "answers_stopped": stopped_share(result.samples),
         "tokens_per_second": result.tokens_per_second,
         "peak_bytes": result.peak_bytes or None,
         "planned_peak_bytes": result.plan.total if result.plan else None,
@@ -141,12 +150,6 @@ def write_summary(config: TrainConfig, result: "TrainResult") -> None:
         "velora_saved_bytes": result.velora.saved_bytes if result.velora else None,
     }
     (result.output_dir / "summary.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    lines = ["# leantune run", "", "| | |", "|---|---|"]
-    lines += [f"| {key.replace('_', ' ')} | {value} |" for key, value in figures.items() if not isinstance(value, dict)]
-    if result.memory_by_part:
-        lines += ["", "Memory of one measured step, at its peak:", "", "| part | bytes |", "|---|---:|"]
-    lines += [f"| {LABELS.get(part, part)} | {size:,} |" for part, size in result.memory_by_part.items() if size]
-    (result.output_dir / "summary.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def summary(console: Console, config: TrainConfig, result: "TrainResult") -> None:
@@ -166,4 +169,6 @@ def summary(console: Console, config: TrainConfig, result: "TrainResult") -> Non
     console.print(f"{result.tokens_per_second:,.0f} tokens/s", highlight=False)
     if result.held_out_before is not None and result.held_out_after is not None:
         console.print(f"held-out loss {result.held_out_before:.4f} -> {result.held_out_after:.4f}", highlight=False)
+    if result.samples:
+        console.print(stopping(result.samples, config.sample_tokens), highlight=False)
     console.print(f"written to {result.output_dir}", highlight=False)

@@ -208,6 +208,12 @@ def _ignored(c: TrainConfig) -> list[str]:
             for key in ("velora_num_groups", "velora_factored", "velora_refresh_every", "velora_min_cosine")
             if getattr(c, key) != getattr(defaults, key)
         ]
+    if not c.num_samples:
+        found += [
+            f"{key} is set, but num_samples is 0, so nothing is sampled; write num_samples: 4"
+            for key in ("sample_every", "sample_tokens")
+            if getattr(c, key) != getattr(defaults, key)
+        ]
     return found
 
 
@@ -246,9 +252,14 @@ def _wrong_values(c: TrainConfig, planning: bool) -> list[str]:
         "gradient_accumulation_steps",
         "velora_num_groups",
         "lora_r",
+        "sample_tokens",
     ):
         if getattr(c, key) < 1:
             found.append(f"{key} is {getattr(c, key)}; it must be at least 1")
+    if c.num_samples < 0:
+        found.append(f"num_samples is {c.num_samples}; it must be at least 0 (none)")
+    if c.sample_every is not None and c.sample_every < 1:
+        found.append(f"sample_every is {c.sample_every}; it must be at least 1 (leave it out to sample at the end)")
     if c.save_total_limit is not None and c.save_total_limit < 1:
         found.append(f"save_total_limit is {c.save_total_limit}; it must be at least 1 (null keeps every checkpoint)")
     if c.max_steps == 0 or c.max_steps < -1:

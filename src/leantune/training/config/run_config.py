@@ -92,6 +92,12 @@ class TrainConfig:
     gradient_checkpointing: bool = False
     num_train_epochs: float = 1.0
     max_steps: int = -1
+    num_samples: int = 0
+    """Held-out rows (training rows where none are held out) that the model answers at the end, and every
+    ``sample_every`` steps: on the console, in samples.jsonl, and as the share of answers that stop by themselves."""
+    sample_every: int | None = None
+    sample_tokens: int = 64
+    """Where an answer that does not stop is cut."""
     logging_steps: float = 1
     save_steps: float = 500
     save_total_limit: int | None = 2

@@ -16,9 +16,11 @@ from leantune.errors import ConfigError, NonFiniteError
 from leantune.kernels.half_linear import use_fp32_products
 from leantune.training.config import TrainConfig, build_config
 from leantune.training.data.load import load_data
+from leantune.training.identity import trained_on_others
+from leantune.training.pretrained import model_limits
 from leantune.training.saved.saved_model import SavedModel, find_saved, load_saved, load_saved_tokenizer, parse_dtype
 from leantune.training.saved.task_evaluation import Scores, check_tasks, evaluate_tasks
-from leantune.training.trainer import base_model, check_exact_loss, summed_loss
+from leantune.training.trainer import base_model, loss_obstacle, summed_loss
 
 REPORT = "eval.json"
 
@@ -61,7 +63,8 @@ def evaluate(
             was trained, quantised where that was.
         dataset: rows in any shape ``train`` takes; None: the held-out rows of the run (eval_dataset or eval_split).
         tasks: files of questions (.jsonl) and names of lm-eval's own tasks.
-        max_length: tokens of a row that count; None: as in the run, else the default of ``train``.
+        max_length: tokens of a row that count; None: as in the run, else the default of ``train``. Rows held out by
+            eval_split come in the length of the run.
         batch_size: rows a forward pass.
         limit: questions of each task at most.
         dtype: of the weights; None: that of the run, else bfloat16.
@@ -86,8 +89,11 @@ def evaluate(
         use_fp32_products(loaded)
     loss, tokens = None, 0
     if rows is not None:
-        exact = _exact_loss(loaded, notes)
-        loss, tokens = held_out_loss(loaded, rows, tokenizer.pad_token_id, batch_size=batch_size, exact_savings=exact)
+        exact = _exact_loss(saved, loaded, notes)
+        with torch.autocast(device, torch.bfloat16, enabled=_autocasts(saved, wanted)):
+            loss, tokens = held_out_loss(
+                loaded, rows, tokenizer.pad_token_id, batch_size=batch_size, exact_savings=exact
+            )
     scores = evaluate_tasks(base_model(loaded), tokenizer, local, batch_size, limit, chat_template) if local else {}
     result = EvalResult(
         model=model,
@@ -139,6 +145,11 @@ def held_out_loss(
     return total / count, count
 
 
+def _autocasts(saved: SavedModel, dtype: torch.dtype) -> bool:
+    """Whether the run computed in bfloat16 on float32 weights, and these are float32 as well."""
+    return saved.run is not None and saved.run.bf16 and dtype == torch.float32
+
+
 def _held_out_named(saved: SavedModel) -> str | None:
     """What the run held out, in words; None where it held out nothing."""
     run = saved.run
@@ -151,29 +162,49 @@ def _rows(
     saved: SavedModel, dataset: str | None, tokenizer: Any, max_length: int | None, drop_invalid: bool
 ) -> tuple[Any, int, list[str]]:
     """(rows to evaluate, the length they are cut to, what the loader remarked)."""
-    run = saved.run
-    length = max_length or (run.max_length if run else TrainConfig.max_length)
+    run, limits = saved.run, model_limits(saved.base)
     if dataset is None:
         if run is None or _held_out_named(saved) is None:
             raise ConfigError(
                 f"- dataset is missing: {saved.name} is not a run that held rows out. Give rows with --dataset, or "
                 "tasks with --tasks"
             )
-        data = load_data(dataclasses.replace(run, max_length=length), tokenizer)
-        return data.held_out, length, list(data.notes)
+        if run.eval_split:
+            return _split_off(saved, run, tokenizer, max_length)
+        dataset, drop_invalid = run.eval_dataset, drop_invalid or run.drop_invalid
+    length = max_length or (run.max_length if run else TrainConfig.max_length) or "auto"
     named = {"model_name_or_path": saved.base, "dataset": dataset, "max_length": length, "drop_invalid": drop_invalid}
-    data = load_data(build_config(named), tokenizer)
-    return data.train, length, list(data.notes)
+    data = load_data(build_config(named), tokenizer, limits)
+    return data.train, data.max_length, list(data.notes)
 
 
-def _exact_loss(model: Any, notes: list[str]) -> bool:
-    """Whether the loss without logits is this model's loss; else full logits are used, and a note says so."""
-    try:
-        check_exact_loss(model)
-    except ConfigError as error:
-        notes.append(f"the loss is taken from full logits: {str(error).removeprefix('- ')}")
+def _split_off(
+    saved: SavedModel, run: TrainConfig, tokenizer: Any, max_length: int | None
+) -> tuple[Any, int, list[str]]:
+    """The rows that ``eval_split`` held out of the run's own data: chosen again as they were chosen then."""
+    if max_length not in (None, run.max_length):
+        raise ConfigError(
+            f"- max_length is {max_length} and was {run.max_length} in the run, where it decided which rows were held "
+            "out: others would be among them that were trained on. Leave it out, or give rows with --dataset"
+        )
+    data = load_data(run, tokenizer, model_limits(run.model_name_or_path))
+    if saved.run_folder is not None and trained_on_others(run, data, saved.run_folder):
+        raise ConfigError(
+            f"- the rows of {', '.join(run.sources)} are others than those that {saved.name} was trained on, so its "
+            "held-out rows cannot be told from trained ones. Put the old files back, or give rows with --dataset"
+        )
+    return data.held_out, data.max_length, list(data.notes)
+
+
+def _exact_loss(saved: SavedModel, model: Any, notes: list[str]) -> bool:
+    """Whether the loss is taken without logits: as in its run, else where that is this model's loss. A note says so
+    where it is not."""
+    if saved.run is not None and "loss" not in saved.run.chosen_savings:
         return False
-    return True
+    obstacle = loss_obstacle(model)
+    if obstacle is not None:
+        notes.append(f"the loss is taken from full logits: {obstacle}")
+    return obstacle is None
 
 
 def _show(console: Console, result: EvalResult) -> None:

@@ -54,5 +54,17 @@ def logit_difference(reference: Tensor, other: Tensor) -> LogitDifference:
     return LogitDifference(float(difference.abs().max()), relative)
 
 
+def share_arrived(bare: Tensor, reference: Tensor, other: Tensor) -> float:
+    """How much of the way from ``bare`` to ``reference`` leads to ``other``: 1 the whole, 0 none of it, whatever noise
+    ``other`` carries besides. All (..., vocabulary); 1 where the way has no length.
+
+    >>> share_arrived(torch.tensor([[0.0, 0.0]]), torch.tensor([[1.0, -1.0]]), torch.tensor([[0.5, -0.5]]))
+    0.5
+    """
+    way = _centred(reference - bare)
+    length = float(way.square().sum())
+    return float((way * _centred(other - bare)).sum()) / length if length else 1.0
+
+
 def _centred(logits: Tensor) -> Tensor:
     return logits - logits.mean(-1, keepdim=True)

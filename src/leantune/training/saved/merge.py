@@ -10,13 +10,20 @@ from typing import Any
 import psutil
 import torch
 from rich.console import Console
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from leantune.errors import ConfigError, NonFiniteError, NotEnoughRoomError, StateMismatchError
 from leantune.kernels.half_linear import use_fp32_products
 from leantune.memory.sizes import format_bytes
-from leantune.training.saved.logit_comparison import LogitDifference, logit_difference, logits_of, probe_tokens
+from leantune.training.saved.logit_comparison import (
+    LogitDifference,
+    logit_difference,
+    logits_of,
+    probe_tokens,
+    share_arrived,
+)
 from leantune.training.saved.saved_model import (
     SavedModel,
     attach_adapter,
@@ -32,6 +39,10 @@ TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """The largest relative difference of the logits (`LogitDifference.relative`) that rounding in a dtype explains."""
 ROUNDED_PRODUCTS_TOLERANCE = 1e-1
 """The same where the unmerged model has an 8-bit base, which rounds the inputs of its products too."""
+ARRIVED_WITHIN = 0.5
+"""`MergeResult.arrived` may be this far from 1: a change lost, by mistake or by rounding, is 0; one added twice 2."""
+NOISE_SEEN_THROUGH = 4
+"""Rounding this many times larger than the adapter's own change hides whether that arrived."""
 BASES = ("quantised", "full")
 _OTHER_FILES = 16 << 20  # config, tokenizer, generation config
 
@@ -48,6 +59,8 @@ class MergeResult:
     """Merged, reloaded from disk, against adapter and base unmerged."""
     adapter: LogitDifference
     """What the adapter changes: base alone against base with adapter."""
+    arrived: float
+    """How much of that change is in the merged model: 1 all of it, 0 none (`share_arrived`)."""
     trained: LogitDifference | None = None
     """Merged into full weights, against the model as it was trained, on quantised ones."""
     notes: list[str] = field(default_factory=list)
@@ -75,7 +88,8 @@ def merge(
             it was trained so.
     Raises: ConfigError where it cannot work, and NotEnoughRoomError where disk or memory are short, both before a
         model is loaded; NonFiniteError for weights that are no numbers; StateMismatchError where the merged model's
-        logits differ from the unmerged one's by more than rounding. Nothing is left in ``output_dir`` then.
+        logits differ from the unmerged one's by more than rounding, or hold less than half of the adapter's change
+        because ``dtype`` rounds it away. Nothing is left in ``output_dir`` then.
     """
     console = console or Console()
     if base not in (None, *BASES):
@@ -93,11 +107,10 @@ def merge(
     for note in notes:
         console.print(f"note: {note}", highlight=False)
 
-    tokens = probe_tokens(_vocabulary(saved), _trained_tokens(saved))
-    reference, bare = _unmerged_logits(saved, tokens, stored, into_quantised)
+    tokens, reference, bare = _unmerged_logits(saved, stored, into_quantised)
     as_trained = None
     if saved.quantised and not into_quantised and not saved.stored_quantised:
-        as_trained = _unmerged_logits(saved, tokens, stored, True)[0]
+        as_trained = _unmerged_logits(saved, stored, True)[1]
     aside = output.absolute().with_name(f".merging-{output.name}")
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -110,6 +123,7 @@ def merge(
             sum(path.stat().st_size for path in aside.iterdir()),
             logit_difference(reference, merged),
             logit_difference(reference, bare),
+            share_arrived(bare, reference, merged),
             None if as_trained is None else logit_difference(as_trained, merged),
             notes,
         )
@@ -152,10 +166,6 @@ def _trained_tokens(saved: SavedModel) -> list[int]:
     named = getattr(_adapter_config(saved), "trainable_token_indices", None) or []
     lists = named.values() if isinstance(named, dict) else [named]
     return sorted({int(token) for ids in lists for token in ids})
-
-
-def _vocabulary(saved: SavedModel) -> int:
-    return int(model_config(saved.base).get_text_config().vocab_size)
 
 
 def _check_room(saved: SavedModel, output: Path, dtype: torch.dtype, quantised: bool) -> None:
@@ -216,16 +226,18 @@ def _about_quantised(saved: SavedModel, into_quantised: bool) -> str:
 # --- models, one at a time --------------------------------------------------------------------------------------------
 
 
-def _unmerged_logits(saved: SavedModel, tokens: Tensor, dtype: torch.dtype, quantised: bool) -> tuple[Tensor, Tensor]:
-    """(logits of base and adapter, logits of the base alone)."""
+def _unmerged_logits(saved: SavedModel, dtype: torch.dtype, quantised: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens, logits of base and adapter, logits of the base alone); trained and added tokens are among them."""
     model = load_saved(saved, dtype, "cpu", quantised)
     use_fp32_products(model)
+    before, now = (int(c.get_text_config().vocab_size) for c in (model_config(saved.base), model.config))
+    tokens = probe_tokens(now, [*_trained_tokens(saved), *range(before, now)])
     with_adapter = logits_of(model, tokens)
     with model.disable_adapter():
         alone = logits_of(model, tokens)
     del model
     gc.collect()
-    return with_adapter, alone
+    return tokens, with_adapter, alone
 
 
 def _write(saved: SavedModel, dtype: torch.dtype, quantised: bool, folder: Path) -> None:
@@ -241,11 +253,14 @@ def _write(saved: SavedModel, dtype: torch.dtype, quantised: bool, folder: Path)
         raise NonFiniteError(f"{saved.name}: {error}. Nothing was written; use an earlier checkpoint") from error
     merged = merged.to(dtype)
     _settle_tying(merged)
-    merged.save_pretrained(folder)
-    load_saved_tokenizer(saved).save_pretrained(folder)
-    for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+    try:
+        merged.save_pretrained(folder)
+        load_saved_tokenizer(saved).save_pretrained(folder)
+        for path in folder.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    except (OSError, SafetensorError) as error:
+        raise NotEnoughRoomError(f"the merged model could not be written, and nothing is left of it: {error}") from None
     del model, merged, base
     gc.collect()
 
@@ -320,6 +335,18 @@ def _refuse_another_model(result: MergeResult, tolerance: float, dtype: torch.dt
             f"{str(dtype).removeprefix('torch.')} explains {tolerance:g}. Nothing was kept. Try --dtype float32; if it "
             "stays, report it with the output of `leantune env`"
         )
+    told_apart = result.adapter.relative > result.merged.relative / NOISE_SEEN_THROUGH
+    if not told_apart or abs(result.arrived - 1) <= ARRIVED_WITHIN:
+        return
+    what = f"the merged model, read back from disk, holds {result.arrived:.0%} of what the adapter changes"
+    if result.arrived < 1 and dtype != torch.float32:
+        raise StateMismatchError(
+            f"{what}. In {str(dtype).removeprefix('torch.')} a change smaller than half a step of a weight is rounded "
+            "away, and this adapter changes little. Nothing was kept. Write --dtype float32, or use it unmerged"
+        )
+    raise StateMismatchError(
+        f"{what}. Nothing was kept. Report it with the output of `leantune env`; until then use the adapter unmerged"
+    )
 
 
 def _tell(console: Console, result: MergeResult, tolerance: float, dtype: torch.dtype) -> None:
@@ -328,7 +355,7 @@ def _tell(console: Console, result: MergeResult, tolerance: float, dtype: torch.
     console.print(
         f"logits, merged and reloaded against unmerged: differ by {merged.largest:.3g} at most, {merged.relative:.2g} "
         f"of their size (tolerance {tolerance:g} in {name}); the adapter itself changes them by {adapter.largest:.3g} "
-        f"at most, {adapter.relative:.2g}",
+        f"at most, {adapter.relative:.2g}, and {result.arrived:.0%} of that is in the merged model",
         highlight=False,
     )
     if result.trained is not None:

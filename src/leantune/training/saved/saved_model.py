@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from leantune.errors import ConfigError
 from leantune.training.checkpoints import holds_model
 from leantune.training.config import TrainConfig, build_config, load_config
-from leantune.training.quantised_base import check_bitsandbytes, quantisation, wants_quantised_base
+from leantune.training.quantised_base import check_bitsandbytes, quantisation, settle, wants_quantised_base
 
 ADAPTER_CONFIG = "adapter_config.json"
 RESOLVED_CONFIG = "leantune_config.yaml"
@@ -29,6 +30,8 @@ class SavedModel:
     base: str
     run: TrainConfig | None
     """The resolved config of the run that made it, where it lies beside it."""
+    run_folder: Path | None
+    """The folder of that run: of the model, or the one above a checkpoint."""
     stored_quantised: bool
     """Whether the base's own files are quantised."""
 
@@ -52,7 +55,8 @@ def find_saved(name: str, base: str | None = None) -> SavedModel:
     Raises: ConfigError where there is no model, or its base cannot be found.
     """
     folder = Path(name)
-    run = _run_config(folder)
+    run_folder = _run_folder(folder)
+    run = load_config(run_folder / RESOLVED_CONFIG) if run_folder else None
     if folder.is_dir() and not (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
         raise ConfigError(
             f"- {name} holds neither a model (config.json) nor an adapter ({ADAPTER_CONFIG}); give the output folder "
@@ -63,21 +67,21 @@ def find_saved(name: str, base: str | None = None) -> SavedModel:
             raise ConfigError(
                 f"- model_name_or_path is the base of an adapter, and {name} is a whole model; leave it out"
             )
-        return SavedModel(name, False, name, run, _stored_quantised(name))
+        return SavedModel(name, False, name, run, run_folder, _stored_quantised(name))
     if not holds_model(folder):
         raise ConfigError(f"- {name} has an {ADAPTER_CONFIG} and no weights (adapter_model.safetensors) beside it")
     named = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
     base = base or named
     if not base:
         raise ConfigError(f"- {name}/{ADAPTER_CONFIG} does not name the base model; give it: --model_name_or_path M")
-    return SavedModel(name, True, base, run, _stored_quantised(base))
+    return SavedModel(name, True, base, run, run_folder, _stored_quantised(base))
 
 
-def _run_config(folder: Path) -> TrainConfig | None:
-    """The resolved config in a run's folder, or in the folder above one of its checkpoints."""
+def _run_folder(folder: Path) -> Path | None:
+    """The folder with a run's resolved config: this one, or the one above a checkpoint."""
     for place in (folder, folder.parent if folder.name.startswith("checkpoint-") else folder):
         if (place / RESOLVED_CONFIG).is_file():
-            return load_config(place / RESOLVED_CONFIG)
+            return place
     return None
 
 
@@ -122,11 +126,13 @@ def load_base(saved: SavedModel, dtype: torch.dtype, device: str, quantised: boo
     if wanted and not saved.stored_quantised:
         settings = quantisation(quantised_run(saved, dtype))
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        model = AutoModelForCausalLM.from_pretrained(
             saved.base, dtype=dtype, device_map={"": device}, quantization_config=settings
         )
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"- the model {saved.base!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+    settle(model)
+    return model
 
 
 def quantised_run(saved: SavedModel, dtype: torch.dtype) -> TrainConfig:
@@ -143,17 +149,36 @@ def quantised_run(saved: SavedModel, dtype: torch.dtype) -> TrainConfig:
 
 
 def attach_adapter(saved: SavedModel, base: Any) -> Any:
-    """The adapter on ``base``, as peft's PeftModel in evaluation mode."""
+    """The adapter on ``base``, as peft's PeftModel in evaluation mode.
+
+    Where tokens were added for the adapter, the base's embeddings grow to its.
+    """
     from peft import PeftModel
 
+    rows = _embedding_rows(saved, base)
+    if rows > base.get_input_embeddings().weight.shape[0]:
+        base.resize_token_embeddings(rows, mean_resizing=False)
     try:
         return PeftModel.from_pretrained(base, saved.name).eval()
     except (RuntimeError, ValueError, KeyError) as error:
         reason = "\n  ".join(str(error).splitlines()[:3])
         raise ConfigError(
             f"- the adapter {saved.name} does not fit the base {saved.base}: {reason}\n  Give the model that it was "
-            "trained on: --model_name_or_path M (where tokens were added, one whose embeddings have room for them)"
+            "trained on: --model_name_or_path M"
         ) from error
+
+
+def _embedding_rows(saved: SavedModel, base: Any) -> int:
+    """Rows of the embeddings that the adapter holds whole (trained, or with added tokens); 0 where it holds none."""
+    pair = (base.get_input_embeddings(), base.get_output_embeddings())
+    names = {name.rpartition(".")[2] for name, module in base.named_modules() if module in pair}
+    path = Path(saved.name) / "adapter_model.safetensors"
+    if not path.is_file():
+        return 0
+    with safe_open(path, framework="pt") as file:
+        keys = [key for key in file.keys() if key.endswith(".weight") and "lora_" not in key]  # noqa: SIM118
+        whole = [key for key in keys if names & set(key.split(".")[-3:-1])]
+        return max((file.get_slice(key).get_shape()[0] for key in whole), default=0)
 
 
 def load_saved_tokenizer(saved: SavedModel) -> Any:
