@@ -1,6 +1,8 @@
 """leantune plan: exit codes, JSON, tiers, other architectures; lt.plan gives the same answers."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from transformers import AutoConfig
@@ -126,3 +128,15 @@ def test_method_auto_is_decided_against_the_budget(model):
     poor = lt.plan(config, memory_budget="1MiB", advice=False)
     assert not poor.fits
     assert "nothing fits 1.0 MiB" in poor.chosen[1]
+
+
+def test_a_plan_in_closed_form_loads_neither_torch_nor_transformers(model):
+    code = (
+        "import sys; from leantune.training.config import load_config; "
+        "from leantune.training.planning.plan import plan; "
+        "found = plan(load_config(None, sys.argv[1:], planning=True), memory_budget='8GiB'); "
+        "assert found.advice and found.largest; print({'torch', 'transformers', 'trl'} & set(sys.modules))"
+    )
+    given = ["--model_name_or_path", model, "--max_length", "64"]
+    ended = subprocess.run([sys.executable, "-c", code, *given], capture_output=True, text=True)
+    assert ended.stdout.strip() == "set()", ended.stderr

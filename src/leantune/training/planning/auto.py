@@ -62,7 +62,7 @@ def settled(config: TrainConfig, data: PreparedData) -> tuple[TrainConfig, Recip
         if candidate.method == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
             raise InvalidArgumentError("bitsandbytes is not installed here")
         settings = _settings(candidate, data)
-        return needed(candidate, described, settings).peak, settings.where
+        return needed(candidate, described, settings), settings.where
 
     recipe = choose_recipe(config, need, budget)
     chosen, rate = recipe.rung.config, config.learning_rate
@@ -91,7 +91,7 @@ def refuse_what_does_not_fit(config: TrainConfig, data: PreparedData) -> None:
     budget, settings = parse_size(config.memory_budget), _settings(config, data)
     try:
         described = read_sizes(config.model_name_or_path)
-        peak = needed(config, described, settings).peak
+        peak = needed(config, described, settings)
     except InvalidArgumentError:
         return
     if peak.total <= budget:

@@ -1,10 +1,10 @@
-"""What a config needs, stage by stage: in closed form, or from a step on fake tensors where that does not know it."""
+"""What a config needs: in closed form, or from a step on fake tensors where that does not know it."""
 
 from typing import Any
 
 from leantune.errors import InvalidArgumentError
 from leantune.memory.budget.model_files import read_config
-from leantune.memory.budget.run_stages import StagedBytes, stage_bytes
+from leantune.memory.budget.run_stages import Stage, StagedBytes, peak_stage, stage_bytes
 from leantune.memory.budget.sharding import ALONE, Parallel
 from leantune.memory.closed_form.model_shape import ModelShape
 from leantune.memory.closed_form.settings import RunSettings
@@ -12,13 +12,16 @@ from leantune.memory.closed_form.weights import WeightTable
 from leantune.training.config import TrainConfig
 
 
-def needed(config: TrainConfig, described: Any, settings: RunSettings, parallel: Parallel = ALONE) -> StagedBytes:
-    """Every stage of a run. ``described``: the model's sizes (`read_sizes`); ``settings``: what ``config`` says.
+def needed(config: TrainConfig, described: Any, settings: RunSettings, parallel: Parallel = ALONE) -> Stage:
+    """The stage of a run that needs the most. ``described``: the model's sizes (`read_sizes`); ``settings``: what
+    ``config`` says.
 
     Raises InvalidArgumentError where neither way knows the run.
     """
     try:
-        return closed_form(config, described, settings, parallel)
+        shape = ModelShape.of_config(described)
+        check_known(config, shape, settings)
+        return peak_stage(shape, settings, parallel)
     except InvalidArgumentError as error:
         if parallel.ranks > 1:
             raise InvalidArgumentError(
@@ -29,11 +32,11 @@ def needed(config: TrainConfig, described: Any, settings: RunSettings, parallel:
 
     found, model = traced(config, read_config(config.model_name_or_path), settings)
     trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    return traced_stages(found, settings, trained)
+    return traced_stages(found, settings, trained).peak
 
 
 def closed_form(config: TrainConfig, described: Any, settings: RunSettings, parallel: Parallel = ALONE) -> StagedBytes:
-    """The same, by arithmetic alone; InvalidArgumentError for a model or setting it does not know."""
+    """Every stage of a run by arithmetic alone; InvalidArgumentError for a model or setting it does not know."""
     shape = ModelShape.of_config(described)
     check_known(config, shape, settings)
     return stage_bytes(shape, settings, parallel)

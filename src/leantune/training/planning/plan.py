@@ -159,7 +159,7 @@ def _recipe(asked: _Asked, described: Any, spread: Parallel) -> Recipe | None:
 
     def need(candidate: TrainConfig) -> tuple[Stage, str]:
         settings = settings_of(candidate)
-        return needed(candidate, described, settings, spread).peak, settings.where + spread.where
+        return needed(candidate, described, settings, spread), settings.where + spread.where
 
     return choose_recipe(auto, need, budget)
 
