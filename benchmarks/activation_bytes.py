@@ -3,12 +3,14 @@
     python benchmarks/activation_bytes.py                               # bytes, traced without data: a minute or two
     python benchmarks/activation_bytes.py --rounds 5                    # real steps as well: bytes, loss, time
     python benchmarks/activation_bytes.py --methods lora --sides plain exact --rounds 3 --rows /tmp/rehearsal.csv
+    python benchmarks/activation_bytes.py --table                       # docs/velora.md's table, from the rows
 
-Full fine-tuning and LoRA (r = 16, all linear layers, dropout 0.05), bf16 weights, the loss without logits
+Full fine-tuning and LoRA (r = 16, all linear layers, dropout 0.05 or none), bf16 weights, the loss without logits
 (`leantune.linear_cross_entropy`), gradients applied and freed inside backward by Lomo, so that no state and no gradient
 hides what activations cost. A row of kind "trace" holds the bytes of a step walked on fake tensors; one of kind "step"
 those of a real one, its loss (equal to the plain one's where a side is exact), and its time against the plain step's:
 all sides run in one process, one after the other in every round; the median of the rounds' ratios and their extremes.
+Seconds are the process's own on its processors: others on the machine do not count.
 
 "activation_bytes" are alive when backward begins; "autograd_bytes" are those that autograd saves, weights aside, which
 do not show what checkpointing holds; "peak_bytes" is the most in use at once, weights included. Rows that exist are not
@@ -26,6 +28,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from quality.summary import markdown
 from rows import ResultRows
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -34,7 +37,7 @@ import leantune as lt
 from leantune.activations.saved_bytes import SavedBytes
 from leantune.kernels.half_linear import use_fp32_products
 from leantune.memory import MemoryTracker, plan_run
-from leantune.memory.sizes import format_bytes
+from leantune.memory.sizes import MIB, format_bytes
 from leantune.training.demo_model import demo_model_path
 
 COLUMNS = [
@@ -57,11 +60,20 @@ COLUMNS = [
 ]
 SAVINGS = ("swiglu", "dropout", "shared_adapter_input")
 METHODS = {
-    "full": ["plain", "swiglu", "velora", "velora+exact", *(f"checkpoint{n}" for n in (1, 2, 4))],
-    "lora": ["plain", *SAVINGS, "exact", *(f"checkpoint{n}" for n in (1, 2, 4))],
+    "full": ["plain", "swiglu", "velora", "velora+exact", "siblings+exact", *(f"checkpoint{n}" for n in (1, 2, 4))],
+    "lora": [
+        "plain", *SAVINGS, "exact", "velora", "velora+exact", "siblings+exact",
+        *(f"checkpoint{n}" for n in (1, 2, 4)),
+    ],
+    "lora-no-dropout": ["plain", "swiglu", "shared_adapter_input", "exact", "siblings+exact", "checkpoint1"],
+}  # fmt: skip
+for method_of_sides in ("full", "lora"):
+    METHODS[method_of_sides].extend(f"exact+checkpoint{n}" for n in (1, 2, 4))
+VELORA = {
+    "velora": ("down_proj", "v_proj"),
+    "siblings": ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"),
 }
-for sides_of_method in METHODS.values():
-    sides_of_method.extend(f"exact+checkpoint{n}" for n in (1, 2, 4))
+"""Layers under VeLoRA: its paper's, and those whose inputs exact savings leave in memory."""
 
 
 @dataclass
@@ -78,9 +90,11 @@ class Measured:
 def build(method: str) -> nn.Module:
     model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.bfloat16)
     model.config.use_cache = False
-    if method == "lora":
+    if method != "full":
         torch.manual_seed(0)
-        model = get_peft_model(model, LoraConfig(r=16, lora_alpha=16, lora_dropout=0.05, target_modules="all-linear"))
+        dropout = 0.05 if method == "lora" else 0.0
+        lora = LoraConfig(r=16, lora_alpha=16, lora_dropout=dropout, target_modules="all-linear")
+        model = get_peft_model(model, lora)
         model.enable_input_require_grads()  # as every trainer does for checkpointing, here on every side alike
     return model.train()
 
@@ -100,8 +114,8 @@ def applied(model: nn.Module, side: str) -> Iterator[None]:
     causal: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     with ExitStack() as undo:
         for part in side.split("+"):
-            if part == "velora":
-                velora = lt.apply_velora(model, ["down_proj", "v_proj"])
+            if part in VELORA:
+                velora = lt.apply_velora(model, list(VELORA[part]))
                 velora.use_fp32_products()
                 undo.callback(velora.remove)
             elif part == "exact":
@@ -165,9 +179,9 @@ def measure(model: nn.Module, sides: list[str], tokens: int, rounds: int) -> dic
     for number in range(rounds):
         for side, result in found.items():
             with applied(model, side):
-                began = time.perf_counter()
+                began = time.process_time()
                 real_step(model, batch, optimizer)
-                result.seconds.append(time.perf_counter() - began)
+                result.seconds.append(time.process_time() - began)
             print(f"round {number}: {side} {result.seconds[-1]:.1f} s", flush=True)
     fused.remove()
     products.remove()
@@ -223,6 +237,30 @@ def run(args: argparse.Namespace, method: str) -> None:
                     write(write_row, side, "step", result, found["plain"])
 
 
+def table(rows: ResultRows, tokens: int) -> str:
+    """Every side's real step (the row of the most rounds) as a Markdown table."""
+    lines = []
+    for method, sides in METHODS.items():
+        found = {side: rows.find(method=method, tokens=tokens, side=side, kind="step") for side in sides}
+        latest = {side: max(some, key=lambda row: int(row["rounds"])) for side, some in found.items() if some}
+        losses = {row["loss"] for row in latest.values()}
+        for side, row in latest.items():
+            bounds = f"{float(row['seconds_to_plain_min']):.2f} to {float(row['seconds_to_plain_max']):.2f}"
+            lines.append(
+                [
+                    method,
+                    side,
+                    f"{int(row['activation_bytes']) / MIB:,.1f}",
+                    f"{100 - 100 * float(row['activations_to_plain']):.1f} %",
+                    f"{int(row['peak_bytes']) / MIB:,.0f}",
+                    "" if side == "plain" else f"{float(row['seconds_to_plain']):.2f} ({bounds})",
+                    "equal" if len(losses) == 1 else row["loss"],
+                ]
+            )
+    headings = ("method", "side", "activations, MiB", "less than plain", "peak, MiB", "time to plain's", "loss")
+    return markdown(headings, lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", choices=sorted(METHODS), default=sorted(METHODS))
@@ -232,10 +270,14 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=3, help="sides measured together with plain")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rows", help="another file for the rows")
+    parser.add_argument("--table", action="store_true", help="print the table of the rows and stop")
     args = parser.parse_args()
     unknown = sorted(set(args.sides or ()) - {side for sides in METHODS.values() for side in sides})
     if unknown or args.rounds < 0 or args.group < 1:
         parser.error(f"no such side: {', '.join(unknown)}" if unknown else "rounds are >= 0, groups >= 1")
+    if args.table:
+        print(table(ResultRows("activation_bytes", COLUMNS, args.rows), args.tokens))
+        return
     torch.set_num_threads(args.threads)
     for method in args.methods:
         run(args, method)

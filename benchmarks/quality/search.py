@@ -1,5 +1,7 @@
 """Learning-rate search and seeds, over rows that are measured once."""
 
+from typing import Any
+
 from rows import ResultRows
 
 from quality.methods import METHODS, PEERS, Build
@@ -25,7 +27,7 @@ class Study:
         found = self.rows.find(task=cell.task, batch=cell.batch, steps=cell.steps, method=method, lr=lr, seed=seed)
         if found:
             return found[0]
-        result = train(task, cell, self.builds[method], lr, seed, judge)
+        result = self.train(task, cell, method, lr, seed, judge)
         row = self.rows.append(
             seed=seed,
             task=cell.task,
@@ -43,6 +45,10 @@ class Study:
             flush=True,
         )
         return row
+
+    def train(self, task: Task, cell: Cell, method: str, lr: float, seed: int, judge: bool) -> dict[str, Any]:
+        """One run: the columns of its row that it measures."""
+        return train(task, cell, self.builds[method], lr, seed, judge)
 
     def search(self, task: Task, cell: Cell, method: str, start: int) -> int:
         """The grid's best power with seed 0, extended until both neighbours are worse."""

@@ -21,7 +21,7 @@ from torch import nn
 
 import leantune as lt
 from leantune.activations.exact.apply import ExactSavings
-from leantune.activations.exact.random_state import state_bytes
+from leantune.activations.random_state import state_bytes
 from leantune.errors import BackwardError, InvalidArgumentError, InvalidTypeError, StateMismatchError
 from leantune.kernels import half_linear
 from leantune.memory import MemoryTracker, plan_run

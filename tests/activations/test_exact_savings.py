@@ -19,7 +19,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import leantune as lt
-from leantune.activations.exact.random_state import state_bytes
+from leantune.activations.random_state import state_bytes
 from leantune.activations.saved_bytes import SavedBytes
 from leantune.memory import plan_run
 

@@ -6,7 +6,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from leantune.activations.replayed_dropout import replayed_dropout, state_bytes
+from leantune.activations.random_state import state_bytes
+from leantune.activations.replayed_dropout import replayed_dropout
 from leantune.activations.saved_bytes import SavedBytes
 
 

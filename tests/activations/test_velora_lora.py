@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import leantune as lt
-from leantune.activations.replayed_dropout import state_bytes
+from leantune.activations.random_state import state_bytes
 from leantune.activations.saved_bytes import SavedBytes
 from leantune.activations.velora.projection import SubTokens
 from leantune.errors import InvalidArgumentError, InvalidTypeError

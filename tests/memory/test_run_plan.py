@@ -23,7 +23,7 @@ from leantune.memory.budget.sharding import ALONE, Parallel, rank_share
 from leantune.memory.budget.sweep import plot_sweep, sweep
 from leantune.memory.closed_form.model_shape import ModelShape
 from leantune.memory.closed_form.optimizer_cost import OptimizerCost, Trained
-from leantune.memory.closed_form.settings import RunSettings
+from leantune.memory.closed_form.settings import EXACT_SAVINGS, RunSettings
 from leantune.memory.closed_form.weights import WeightTable
 from leantune.memory.parts import ACTIVATIONS, GRADIENTS, LOSS, OPTIMIZER_STATES, WEIGHTS
 from leantune.memory.sizes import GIB
@@ -183,7 +183,7 @@ def test_advice_saves_what_it_says_and_is_ranked():
     assert [advice.rank for advice in found] == sorted(advice.rank for advice in found)
     assert found[0].rank == FREE and found[0].change == "exact_savings: true"
     for advice, after in (
-        ("exact_savings: true", replace(settings, exact_loss=True)),
+        ("exact_savings: true", replace(settings, **EXACT_SAVINGS)),
         ("gradient_checkpointing: true", replace(settings, checkpoint_every=1)),
         ("optim: lomo", replace(settings, optim="lomo", fused=True)),
     ):

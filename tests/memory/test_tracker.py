@@ -4,11 +4,13 @@ import gc
 
 import pytest
 import torch
+from memory.tiny_llama import tiny_llama, tokens
 from torch import nn
 
 from leantune.errors import BackwardError
 from leantune.memory.measured.tracker import MemoryTracker, track
 from leantune.memory.parts import PARTS
+from leantune.memory.traced.trace import exact_loss
 
 TOKENS, WIDTH, HIDDEN = 32, 64, 128
 F32 = 4
@@ -158,6 +160,17 @@ def test_logits_are_told_by_the_width_of_the_vocabulary():
         nn.functional.cross_entropy(head(torch.ones(TOKENS, WIDTH)), labels).backward()
     # Log-probabilities are saved; beside them backward holds the gradient of the loss by them, and then by the logits.
     assert tracker.timeline().part_peaks()["loss"] == 3 * TOKENS * vocabulary * F32
+
+
+def test_a_frozen_head_has_no_gradient_what_its_loss_makes_is_the_losss():
+    model = tiny_llama()
+    model.requires_grad_(False)
+    trained = model.model.layers[0].mlp.down_proj.weight.requires_grad_()
+    with MemoryTracker(model) as tracker:
+        exact_loss(model, tokens(2, 40)).backward()
+    peaks = tracker.timeline().part_peaks()
+    assert peaks["gradients"] == trained.numel() * trained.itemsize
+    assert peaks["loss"] >= model.lm_head.weight.numel() * F32  # its rows, widened for a tile of the whole vocabulary
 
 
 def test_two_micro_batches_have_two_forward_ends():

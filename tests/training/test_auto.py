@@ -104,8 +104,7 @@ def test_p1_the_runs_own_plan_knows_what_is_recomputed(
     more = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"every_n_layers": every}}
     more |= {"method": method, "optim": "adamw", "fused_backward": False, "max_length": 64}
     config, tokenizer, data = load_rows(tiny_config(tiny_model_path, write_rows(tmp_path, 24), tmp_path / "o", **more))
-    model, velora = load_model(config)
-    plan = plan_of_run(config, build_trainer(config, model, tokenizer, data, velora), data)
+    plan = plan_of_run(config, build_trainer(config, load_model(config), tokenizer, data), data)
     settings = settings_of(config, batch_shape(config, data.longest, data.padded), cuda=False)
     closed = closed_form(config, read_sizes(tiny_model_path), settings).saved
     assert plan is not None and settings.padded

@@ -114,7 +114,7 @@ def test_a_model_outside_the_closed_form_is_advised_by_its_parts() -> None:
     settings = RunSettings(4, 64, optim="adamw_torch", fused=False, exact_loss=False)
     parts = {"weights": 100, "optimizer_states": 800, "gradients": 200, "activations": 400, "loss": 50}
     advice = PlannedRun(settings, None, None, None, None).advice(parts, None)
-    assert advice[0].startswith("exact_savings: true: works on 50 B (logits and loss)")
+    assert advice[0].startswith("exact_savings: true: works on 450 B (logits and loss, saved activations)")
     assert any(one.startswith("optim: ternary_adamw: works on 1000 B") for one in advice)
     lean = RunSettings(1, 64, optim="ternary_adamw", checkpoint_every=1)
     done = ("exact", "optim: ternary", "fused", "gradient", "per_device")

@@ -24,10 +24,13 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return write_rows(tmp_path, 12)
 
 
+_QKV = ["q_proj", "k_proj", "v_proj"]
+
+
 @pytest.mark.parametrize(
     "more",
     [
-        {"method": "qlora", "velora_target_modules": ["down_proj"], "velora_num_groups": 8, "lora_dropout": 0.1},
+        {"method": "qlora", "velora_target_modules": _QKV, "velora_num_groups": 4, "lora_dropout": 0.1},
         {"method": "lora", "load_in_8bit": True, "optim": "adamw_torch"},
     ],
 )

@@ -42,9 +42,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_a_run_writes_a_model_a_log_plots_and_reports(tiny_model_path: str, rows: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    result = train(
-        config(tiny_model_path, rows, out, eval_split=0.2, velora_target_modules=["down_proj"]), console=QUIET
-    )
+    velora = {"velora_target_modules": ["q_proj", "k_proj", "v_proj"], "velora_num_groups": 4}
+    result = train(config(tiny_model_path, rows, out, eval_split=0.2, **velora), console=QUIET)
     for name in (
         "model.safetensors",
         "tokenizer.json",
@@ -156,7 +155,7 @@ def test_lora_trains_adapters_alone(tiny_model_path: str, rows: str, tmp_path: P
 def test_an_old_run_is_not_overwritten_and_a_budget_is_held(tiny_model_path: str, rows: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(NotEnoughRoomError, match="memory_budget is 1MiB"):
-        train(config(tiny_model_path, rows, out, memory_budget="1MiB"), console=QUIET)
+        train(config(tiny_model_path, rows, out, memory_budget="1MiB", method="full"), console=QUIET)
     train(config(tiny_model_path, rows, out, max_steps=3), console=QUIET)
     with pytest.raises(ConfigError, match="resume: true"):
         train(config(tiny_model_path, rows, out, max_steps=3), console=QUIET)

@@ -39,9 +39,9 @@ def test_a1_a_parameter_without_a_gradient_is_named_after_the_first_step(
 ) -> None:
     create = LeanTrainer.__init__
 
-    def with_an_orphan(self, lean, velora, **arguments):
+    def with_an_orphan(self, lean, velora, exact_loss, **arguments):
         arguments["model"].orphan = torch.nn.Parameter(torch.zeros(3))
-        create(self, lean, velora, **arguments)
+        create(self, lean, velora, exact_loss, **arguments)
 
     monkeypatch.setattr(LeanTrainer, "__init__", with_an_orphan)
     with pytest.raises(BackwardError, match="orphan"):
@@ -207,7 +207,7 @@ def test_o21_the_log_shows_a_group_whose_weights_stand_still() -> None:
             param.grad = torch.randn(param.shape).bfloat16()
         optimizer.step()
         State.global_step = number + 1
-        moved.on_step_end(None, State(), None)
+        moved.on_log(None, State(), None, logs={"loss": 1.0})
         if number == 0:
             first, moved.percent = moved.percent, None
         assert (moved.percent is None) == (number < 4)  # steps 1 and 5 are logged

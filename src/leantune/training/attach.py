@@ -4,7 +4,7 @@ The trainer's own training_step runs as it is, with its forward, its loss and it
 ``accelerator.backward(loss)``, and that call, while training lasts, is `FusedBackward`'s.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from functools import partial
 from typing import Any
@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback
 
+from leantune.activations.exact.apply import ExactSavings, apply_exact_savings
+from leantune.activations.exact.report import ExactReport
 from leantune.backward.accumulation import Accumulator
 from leantune.backward.clip import CLIP_MODES
 from leantune.backward.fused import FusedBackward
@@ -25,6 +27,7 @@ from leantune.optim.report import StateReport
 from leantune.optim.ternary_adamw import TernaryAdamW
 from leantune.training.first_step import check_all_reached
 
+_SAVINGS = ("swiglu", "dropout", "shared_adapter_input")
 _SHARDED = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA", "TP")
 
 
@@ -37,6 +40,7 @@ def attach(
     accumulate: str | None = None,
     loss_scale: LossScale | None = None,
     process_group: Any = "auto",
+    exact_savings: bool | Sequence[str] = True,
 ) -> "Attached":
     """Make ``trainer.train()`` apply and free each gradient inside backward. Call it before ``train()``.
 
@@ -53,9 +57,13 @@ def attach(
         loss_scale: a `LossScale`, for a model in float16. A step that overflows is dropped and the schedule waits. It
             is saved with the optimizer's state.
         process_group: as in `FusedBackward`.
+        exact_savings: while training lasts, activations that can be made again are not kept, which changes no number
+            (`leantune.apply_exact_savings`): True, all that the model allows; some of "swiglu", "dropout" and
+            "shared_adapter_input"; or False. The loss stays the trainer's own, logits and all.
 
     Returns:
-        a handle: ``remove()`` gives the trainer back as it was, ``report()`` says what each state costs.
+        a handle: ``remove()`` gives the trainer back as it was, ``report()`` says what each state costs, ``savings()``
+        what exact savings found and saved.
 
     Raises:
         InvalidArgumentError, InvalidTypeError: with the trainer as it was.
@@ -75,7 +83,8 @@ def attach(
     _refuse_what_cannot_work(trainer, accumulate)
     if optimizer is None and trainer.optimizer is None and trainer.optimizer_cls_and_kwargs is None:
         _refuse_ignored_optim(trainer.args)
-    attached = Attached(trainer, clip, bound, accumulate, loss_scale, process_group)
+    savings = _checked_savings(exact_savings)
+    attached = Attached(trainer, clip, bound, accumulate, loss_scale, process_group, savings)
     attached._install(optimizer)
     return attached
 
@@ -95,6 +104,7 @@ class Attached(TrainerCallback):
         accumulate: str | None,
         loss_scale: LossScale | None,
         process_group: Any,
+        exact_savings: tuple[str, ...] = (),
     ) -> None:
         self.fused: FusedBackward | None = None
         self.clip = clip
@@ -102,10 +112,13 @@ class Attached(TrainerCallback):
         self.accumulate = accumulate
         self.loss_scale = loss_scale
         self.process_group = process_group
+        self.exact_savings = exact_savings
         self.probes_loss = True
         """Whether the first step finds out that the loss can be run backward twice, where that is needed."""
         self._trainer: Any = trainer
         self._optimizer: LeanOptimizer | None = None
+        self._savings: ExactSavings | None = None
+        self._saved: ExactReport | None = None  # of the last training that ended
         self._before: tuple[Any, Any] = (trainer.optimizer, trainer.optimizer_cls_and_kwargs)
         self._undo: list[Callable[[], Any]] = []  # what attach did, in order
         self._undo_training: list[Callable[[], Any]] = []  # and what the training under way did
@@ -125,6 +138,11 @@ class Attached(TrainerCallback):
         if self._optimizer is None:
             raise BackwardError("the optimizer is made in train(), from model_init; ask for the report after that.")
         return self._optimizer.report()
+
+    def savings(self) -> ExactReport | None:
+        """What exact savings found, module by module, with the bytes of the last step; None before the first
+        training, where none were chosen, and where the model had savings of its own."""
+        return self._saved if self._savings is None else self._savings.report()
 
     def __repr__(self) -> str:
         bound = "" if self.clip == "none" else f" at {self.max_grad_norm or 1.0}"
@@ -208,6 +226,9 @@ class Attached(TrainerCallback):
             self.process_group,
         )
         self._first, self._probed = True, not self.probes_loss
+        if self.exact_savings and not ExactSavings.of(trainer.model):
+            chosen: dict[str, bool] = {name: name in self.exact_savings for name in _SAVINGS}
+            self._savings = apply_exact_savings(trainer.model, **chosen)
         self._undo_training += [
             _replaced(trainer.accelerator, "backward", self._backward),
             _replaced(trainer.accelerator, "clip_grad_norm_", _clip_nothing),
@@ -256,6 +277,10 @@ class Attached(TrainerCallback):
     def _release(self) -> None:
         """Take off what is in place while training."""
         _run_backwards(self._undo_training)
+        if self._savings is not None:
+            self._saved = self._savings.report()
+            self._savings.remove()
+            self._savings = None
         if self.fused is not None:
             self.fused.remove()
             self.fused = None
@@ -306,6 +331,20 @@ def _clipping(args: Any, clip: str | None, max_grad_norm: float | None) -> tuple
         max_grad_norm = theirs
     checked_bound(clip, max_grad_norm)
     return clip, max_grad_norm
+
+
+def _checked_savings(exact_savings: bool | Sequence[str]) -> tuple[str, ...]:
+    if isinstance(exact_savings, bool):
+        return _SAVINGS if exact_savings else ()
+    chosen = (exact_savings,) if isinstance(exact_savings, str) else tuple(exact_savings)
+    unknown = [name for name in chosen if name not in _SAVINGS]
+    if unknown:
+        why = "the loss is the trainer's own here; leave it out. " if "loss" in unknown else ""
+        raise InvalidArgumentError(
+            f"exact_savings names {', '.join(map(repr, unknown))}: {why}It takes True, False, or some of "
+            f"{', '.join(_SAVINGS)}."
+        )
+    return chosen
 
 
 def _adam_settings(args: Any) -> dict[str, Any]:

@@ -15,7 +15,8 @@ IDENTITY_FILE = "run_identity.json"
 _SETTINGS = (
     "method", "optim", "dtype", "bf16", "max_length", "packing", "per_device_train_batch_size",
     "gradient_accumulation_steps", "seed", "fused", "accumulate", "clip_mode", "max_grad_norm", "carry_rank",
-    "momentum_planes", "block_size", "rounding", "master_bits", "velora_target_modules", "velora_num_groups", "lora_r",
+    "momentum_planes", "block_size", "rounding", "master_bits", "velora_target_modules", "velora_num_groups",
+    "velora_factored", "velora_refresh_every", "lora_r",
     "lora_alpha", "lora_dropout", "lora_target_modules", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant",
     "load_in_8bit", "rate", "weight_decay", "betas", "adam_epsilon",
 )  # fmt: skip

@@ -13,7 +13,10 @@ SAMPLED = 1 << 16
 
 class MovedShare(TrainerCallback):
     """``percent``: of the sampled weights, how many the last logged step changed, for each parameter group; None before
-    one. Costs nothing in steps that are not logged."""
+    one. Costs nothing in steps that are not logged.
+
+    Weights are noted before a step begins and compared when it is logged, so that nothing of this shows where the
+    memory of the step itself is measured."""
 
     def __init__(self) -> None:
         self.percent: list[float] | None = None
@@ -22,15 +25,16 @@ class MovedShare(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **rest: Any) -> None:
         """Note the sampled weights where this step will be logged."""
+        self._before = None
         due = (state.global_step + 1) % max(1, int(state.logging_steps)) == 0 or state.global_step == 0
         if optimizer is None or not due:
             return
         self._groups = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
         self._before = [[_sample(p, len(group)) for p in group] for group in self._groups]
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Compare."""
-        if self._before is None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **rest: Any) -> None:
+        """Compare, where it is a step that is logged."""
+        if self._before is None or "loss" not in (logs or {}):
             return
         self.percent = []
         for group, noted in zip(self._groups, self._before, strict=True):

@@ -26,10 +26,11 @@ from leantune.training.checkpoints import VELORA_FILE, at_the_end, check_checkpo
 from leantune.training.config import LORA_METHODS, TrainConfig
 from leantune.training.data.load import PreparedData, load_data
 from leantune.training.data.packed_rows import check_packed_rows_apart
+from leantune.training.exact_savings import RunSavings, apply_run_savings
 from leantune.training.identity import check_identity, write_identity
 from leantune.training.log import RunLog
 from leantune.training.moved import MovedShare
-from leantune.training.optimizers import build_optimizer
+from leantune.training.optimizers import build_optimizer, plain_optimizer
 from leantune.training.planning.auto import before_the_data, refuse_what_does_not_fit, settled
 from leantune.training.planning.settings import batch_shape
 from leantune.training.pretrained import load_tokenizer, model_limits
@@ -37,7 +38,8 @@ from leantune.training.progress import ProgressBar
 from leantune.training.quantised_base import check_bitsandbytes, check_trainable, quantisation, settle
 from leantune.training.save_probe import SaveProbe
 from leantune.training.summary import header, summary, write_summary
-from leantune.training.trainer import LeanTrainer, base_model, check_exact_loss
+from leantune.training.trainer import LeanTrainer, base_model
+from leantune.training.velora_probe import exact_where_poor
 
 
 @dataclass
@@ -77,10 +79,12 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     if resume_from is not None:
         check_identity(config, data, output)
     finished = resume_from is not None and _only_the_model_is_missing(config, resume_from, output)
-    model, velora = load_model(config)
-    trainer = build_trainer(config, model, tokenizer, data, velora)
+    loaded = load_model(config)
+    trainer, velora = build_trainer(config, loaded, tokenizer, data), loaded.velora
+    if resume_from is not None and velora is not None:
+        velora.load(resume_from / VELORA_FILE)
     plan = plan_of_run(config, trainer, data)
-    header(console, config, trainer, data, plan)
+    header(console, config, trainer, data, plan, loaded.savings)
     _hold_against_budget(config, plan)
     output.mkdir(parents=True, exist_ok=True)
     (output / "leantune_config.yaml").write_text(config.to_yaml(), encoding="utf-8")
@@ -94,8 +98,12 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     trainer.remove_callback(PrinterCallback)
     for callback in (SaveProbe(trainer, plan.parts[OPTIMIZER_STATES] if plan else 0), moved, log, probe, bar):
         trainer.add_callback(callback)
-    if resume_from is not None and velora is not None:
-        velora.load(resume_from / VELORA_FILE)
+    if resume_from is None and velora is not None and config.velora_min_cosine is not None:
+        console.print(exact_where_poor(trainer, velora, config.velora_min_cosine), highlight=False)
+        plan = plan_of_run(config, trainer, data)  # of what is left of VeLoRA
+        _hold_against_budget(config, plan)
+        if plan is not None:
+            plan.save(output)
     before = trainer.held_out_loss()
     start = time.perf_counter()
     try:
@@ -147,20 +155,28 @@ def load_rows(config: TrainConfig) -> tuple[TrainConfig, Any, PreparedData]:
     return config, tokenizer, data
 
 
-def load_model(config: TrainConfig) -> tuple[Any, VeloraHandle | None]:
-    """The model as it will train: adapters, VeLoRA and products for this device in place, its loss checked."""
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model as it will train, what exact savings are in force in it, and the handle of its projection, if any."""
+
+    model: Any
+    savings: RunSavings
+    velora: VeloraHandle | None
+
+
+def load_model(config: TrainConfig) -> LoadedModel:
+    """The model as it will train: adapters, exact savings, VeLoRA and products for this device in place."""
     model = _model(config)
-    if config.exact_savings:
-        check_exact_loss(model)
     if config.packing:
         check_packed_rows_apart(base_model(model))
+    savings = apply_run_savings(config, model)
     velora = _velora(config, model)
     if not torch.cuda.is_available():
         # Without AVX-512 a CPU multiplies bfloat16 in loops, a hundred times slower than in fp32.
         use_fp32_products(model)
         if velora is not None:
             velora.use_fp32_products()
-    return model, velora
+    return LoadedModel(model, savings, velora)
 
 
 def _refuse_more_than_one_process() -> None:
@@ -261,13 +277,17 @@ def _model(config: TrainConfig) -> Any:
 def _velora(config: TrainConfig, model: Any) -> VeloraHandle | None:
     if not config.velora_target_modules:
         return None
-    return apply_velora(model, list(config.velora_target_modules), config.velora_num_groups)
+    return apply_velora(
+        model,
+        list(config.velora_target_modules),
+        config.velora_num_groups,
+        refresh_every=config.velora_refresh_every,
+        factored=config.velora_factored,
+    )
 
 
-def build_trainer(
-    config: TrainConfig, model: Any, tokenizer: Any, data: PreparedData, velora: VeloraHandle | None
-) -> LeanTrainer:
-    """The trainer of a run, its optimizer and fused backward attached."""
+def build_trainer(config: TrainConfig, loaded: LoadedModel, tokenizer: Any, data: PreparedData) -> LeanTrainer:
+    """The trainer of a run, its optimizer and fused backward attached, checkpointing on where it was asked for."""
     arguments: dict[str, Any] = {
         "output_dir": config.output_dir,
         "learning_rate": config.rate,
@@ -315,31 +335,23 @@ def build_trainer(
         raise ConfigError(f"- {error}") from error
     if args.n_gpu > 1:
         args._n_gpu = 1  # transformers would copy the model to every GPU it sees; one device a process (trap P14)
-    optimizer = build_optimizer(config, model) if config.ours else None
-    if config.gradient_checkpointing:
-        _recompute(model, dict(arguments["activation_checkpointing_kwargs"]))
-    return LeanTrainer(
+    optimizer = build_optimizer(config, loaded.model) if config.ours else None
+    trainer = LeanTrainer(
         config,
-        velora,
+        loaded.velora,
+        loaded.savings.loss,
         lengths=None if config.packing else data.lengths,
-        model=model,
+        model=loaded.model,
         args=args,
         train_dataset=data.train,
         eval_dataset=data.held_out,
         processing_class=tokenizer,
         optimizers=(optimizer, None),
     )
-
-
-def _recompute(model: Any, settings: dict[str, Any]) -> None:
-    """Checkpointing as transformers turns it on when training begins, which is after the plan was made."""
-    every, offload = settings.pop("every_n_layers", 1), settings.pop("offload", False)
-    try:
-        model.activation_checkpointing_enable(
-            activation_checkpointing_kwargs=settings, every_n_layers=every, offload=offload
-        )
-    except ValueError as error:
-        raise ConfigError(f"- gradient_checkpointing: {error}") from error
+    trainer.checkpoint_activations()
+    if loaded.velora is not None and config.velora_factored:
+        loaded.velora.attach(plain_optimizer(trainer) or trainer.create_optimizer())
+    return trainer
 
 
 def _transformers_bound(config: TrainConfig) -> float:
@@ -368,7 +380,7 @@ def plan_of_run(config: TrainConfig, trainer: LeanTrainer, data: PreparedData) -
             padded=batch.padded,
             fused=config.fused,
             clip=config.clip_mode if config.fused else "none",  # type: ignore[arg-type]
-            loss="exact" if config.exact_savings else "full_logits",
+            loss="exact" if trainer.exact_loss else "full_logits",
             micro_batches=config.gradient_accumulation_steps,
             accumulate=config.accumulate,
             autocast=torch.bfloat16 if config.bf16 else None,

@@ -17,12 +17,18 @@ from leantune.training.data.load import PreparedData
 from leantune.training.quantised_base import compute_dtype, described
 
 if TYPE_CHECKING:
+    from leantune.training.exact_savings import RunSavings
     from leantune.training.run import TrainResult
     from leantune.training.trainer import LeanTrainer
 
 
 def header(
-    console: Console, config: TrainConfig, trainer: "LeanTrainer", data: PreparedData, plan: Plan | None
+    console: Console,
+    config: TrainConfig,
+    trainer: "LeanTrainer",
+    data: PreparedData,
+    plan: Plan | None,
+    savings: "RunSavings",
 ) -> None:
     """Dtypes, methods, what stays exact and why, planned bytes by part."""
     model: Any = trainer.model
@@ -50,9 +56,12 @@ def header(
     else:
         norm = trainer.args.max_grad_norm
         table.add_row("clipping", f"global norm {norm:g} (transformers)" if norm else "none")
-    table.add_row("loss", "without logits, tiled over the vocabulary" if config.exact_savings else "full logits")
+    table.add_row("exact savings", "\n".join(savings.lines()))
     if config.velora_target_modules:
-        table.add_row("VeLoRA", f"{', '.join(config.velora_target_modules)} in {config.velora_num_groups} sub-tokens")
+        table.add_row("VeLoRA", _velora(config))
+    if config.gradient_checkpointing:
+        every = config.checkpoint_every
+        table.add_row("checkpointing", "every block" if every == 1 else f"one block of {every}")
     held = len(data.held_out) if data.held_out is not None else 0
     packed = ", packed" if config.packing else ""
     rows = "rows read as they are needed" if data.rows is None else f"{data.rows:,} rows to train on"
@@ -65,6 +74,15 @@ def header(
         console.print(str(optimizer.report()), highlight=False)
     if plan is not None:
         console.print(plan.table(), highlight=False)
+
+
+def _velora(config: TrainConfig) -> str:
+    text = f"{', '.join(config.velora_target_modules or ())} in {config.velora_num_groups} sub-tokens"
+    if config.velora_factored:
+        text += ", gradients and states in that size too"
+    if config.velora_refresh_every is not None:
+        text += f", directions set anew every {config.velora_refresh_every} forwards"
+    return text
 
 
 def dtypes(config: TrainConfig, model: Any, optimizer: Any) -> dict[str, str]:

@@ -25,11 +25,18 @@ _UNUSED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "se
 
 
 class LeanTrainer(SFTTrainer):
-    """Trains on already tokenised rows. ``lean`` is the run's config, ``velora`` the handle of its projection, if
-    any, ``lengths`` the tokens of each training row, where they are known: the longest then come first."""
+    """Trains on already tokenised rows. ``lean`` is the run's config, ``velora`` the handle of its projection, if any;
+    ``exact_loss``: the loss is computed without logits. Exact savings are in the model already. ``lengths``: the tokens
+    of each training row, where they are known: the longest then come first."""
 
     def __init__(
-        self, lean: TrainConfig, velora: VeloraHandle | None, *, lengths: Any | None = None, **arguments: Any
+        self,
+        lean: TrainConfig,
+        velora: VeloraHandle | None,
+        exact_loss: bool,
+        *,
+        lengths: Any | None = None,
+        **arguments: Any,
     ) -> None:
         trained = [(param, param.data) for param in arguments["model"].parameters() if param.requires_grad]
         super().__init__(**arguments)
@@ -39,12 +46,15 @@ class LeanTrainer(SFTTrainer):
         self.lean = lean
         self.velora = velora
         self._lengths = lengths
+        self.exact_loss = exact_loss
         self.model_accepts_loss_kwargs = True  # compute_loss divides by the tokens of the whole step
         self.tokens_seen = 0
         self._first_step_done = False
         bound = None if lean.clip_mode == "none" else lean.max_grad_norm
         self.attached = (
-            attach(self, clip=lean.clip_mode, max_grad_norm=bound, accumulate=lean.accumulate) if lean.fused else None
+            attach(self, clip=lean.clip_mode, max_grad_norm=bound, accumulate=lean.accumulate, exact_savings=False)
+            if lean.fused
+            else None
         )
         if self.attached is not None:
             self.attached.probes_loss = False  # both losses below can be run backward twice
@@ -61,6 +71,18 @@ class LeanTrainer(SFTTrainer):
         rows = self.args.train_batch_size * self.args.world_size * self.args.gradient_accumulation_steps
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         return LongestFirst(self._lengths, rows, seed, grouped=strategy == "group_by_length")
+
+    def checkpoint_activations(self) -> None:
+        """Turn gradient checkpointing on where the arguments ask for it, as ``train()`` does (again) when it begins:
+        so that what is planned before is what runs."""
+        if not self.args.activation_checkpointing:
+            return
+        settings: dict[str, Any] = dict(self.args.activation_checkpointing_kwargs or {})  # type: ignore[arg-type]
+        every, offload = settings.pop("every_n_layers", 1), settings.pop("offload", False)
+        model: Any = self.model
+        model.activation_checkpointing_enable(
+            activation_checkpointing_kwargs=settings or None, every_n_layers=every, offload=offload
+        )
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
@@ -111,7 +133,7 @@ class LeanTrainer(SFTTrainer):
         """(sum of the losses of trained tokens, how many there are)."""
         # The decoder is called past model.forward, where accelerate has put its autocast.
         with self.accelerator.autocast():
-            return summed_loss(self.accelerator.unwrap_model(model), inputs, self.lean.exact_savings)
+            return summed_loss(self.accelerator.unwrap_model(model), inputs, self.exact_loss)
 
     # -- held-out loss ----------------------------------------------------------------------------------------------
 
@@ -280,20 +302,23 @@ def logit_settings(model: nn.Module) -> tuple[float, float | None]:
     return scale, getattr(config, "final_logit_softcapping", None)
 
 
-@torch.no_grad()
 def check_exact_loss(model: Any) -> None:
-    """Hold the loss without logits against the model's own logits, on eight tokens, before anything is trained.
+    """Raise ConfigError, naming exact_savings, where `loss_obstacle` finds one."""
+    if (obstacle := loss_obstacle(model)) is not None:
+        raise ConfigError(f"- exact_savings: {obstacle}; leave loss out of exact_savings, or set exact_savings: false")
 
-    A model may change its logits by settings this package does not know; then it says so here, and not in a wrong loss.
-    Raises ConfigError naming exact_savings.
+
+@torch.no_grad()
+def loss_obstacle(model: Any) -> str | None:
+    """Why the loss without logits is not this model's loss, None where it is: held against the model's own logits, on
+    eight tokens, before anything is trained.
+
+    A model may change its logits by settings this package does not know; then it shows here, and not in a wrong loss.
     """
     inner = base_model(model)
     head, decoder = inner.get_output_embeddings(), getattr(inner, "get_decoder", lambda: None)()
     if type(head) is not nn.Linear or decoder is None or decoder is inner:
-        raise ConfigError(
-            f"- exact_savings: {type(inner).__name__} has no decoder with a plain linear output layer (it is "
-            f"{type(head).__name__}); set exact_savings: false"
-        )
+        return f"{type(inner).__name__} has no decoder with a plain linear output layer (it is {type(head).__name__})"
     training, random_state = model.training, torch.get_rng_state()
     model.eval()
     try:
@@ -308,9 +333,9 @@ def check_exact_loss(model: Any) -> None:
     finally:
         model.train(training)
         torch.set_rng_state(random_state)
-    if not torch.allclose(ours.double(), theirs.double(), rtol=2e-2, atol=1e-2):
-        raise ConfigError(
-            f"- exact_savings: the loss without logits is {float(ours):.4f} where {type(inner).__name__}'s own logits "
-            f"give {float(theirs):.4f} (eight tokens): it changes its logits in a way that is not known here; set "
-            "exact_savings: false"
-        )
+    if torch.allclose(ours.double(), theirs.double(), rtol=2e-2, atol=1e-2):
+        return None
+    return (
+        f"the loss without logits is {float(ours):.4f} where {type(inner).__name__}'s own logits give "
+        f"{float(theirs):.4f} (eight tokens): it changes its logits in a way that is not known here"
+    )

@@ -82,6 +82,10 @@ class ExactSavings:
         forwards = (module.__dict__.get("forward") for module in model.modules())
         return cls(forward for forward in forwards if isinstance(forward, SavingForward))
 
+    def __bool__(self) -> bool:
+        """Whether any module is under savings."""
+        return bool(self._forwards)
+
     def report(self) -> ExactReport:
         """What was found, and bytes before and after of each module's last training forward."""
         plain: Storages = {}

@@ -136,7 +136,7 @@ def _keeps(module: nn.Module) -> Keeps | None:
         return None
     if any(True for _ in module.parameters()) or any(True for _ in module.buffers()):
         return None
-    x = torch.linspace(-3.0, 3.5, 12).view(3, 4)
+    x = torch.linspace(-3.0, 3.5, 12, device="cpu").view(3, 4)  # a model may be on the meta device
     generator = torch.get_rng_state()
     try:
         return _tried(module, x)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from leantune.activations.exact.ledger import Ledger
-from leantune.activations.exact.random_state import drawing_from, random_state, state_bytes
 from leantune.activations.exact.recipe import Part, Recipe, as_in_forward
 from leantune.activations.exact.region import Region
 from leantune.activations.exact.scope import can_run, running
+from leantune.activations.random_state import dropped_from, mask_bytes, random_state, state_bytes
 
 Keeps = Literal["input", "result", "intermediates"]
 """What an activation saves for its backward."""
@@ -115,15 +115,14 @@ class DropoutForward(SavingForward):
     def saving_forward(self, x: Tensor) -> Tensor:
         p = float(self.module.p)  # type: ignore[arg-type]
         size = state_bytes(x.device)
-        if not self.module.training or not 0 < p < 1 or size is None or _mask_bytes(x) <= size:
+        if not self.module.training or not 0 < p < 1 or size is None or mask_bytes(x) <= size:
             y: Tensor = self.original(x)
             return y
         state = random_state(x)
         layout, device, dtype = (tuple(x.shape), x.stride()), x.device, x.dtype
 
         def dropped(state: Tensor, x: Tensor) -> Tensor:
-            with drawing_from(state, device):
-                return torch.nn.functional.dropout(x, p, True)
+            return dropped_from(state, x, p)
 
         def mask(state: Tensor) -> Tensor:
             return dropped(state, torch.empty_strided(*layout, dtype=dtype, device=device).requires_grad_())
@@ -134,7 +133,3 @@ class DropoutForward(SavingForward):
             if scope.adapters:
                 scope.learn(y, Recipe(dropped, (Part.of(state), scope.part(x))))
         return y
-
-
-def _mask_bytes(x: Tensor) -> int:
-    return x.numel() * (1 if x.device.type == "cuda" else x.element_size())

@@ -191,6 +191,13 @@ def running(ledger: Ledger, *, adapter: bool = False) -> Iterator[Scope]:
         scope.close()
 
 
+def kept_for(tensor: Tensor) -> list[Tensor]:
+    """What would be kept if autograd saved ``tensor`` here: itself, or what it can be made again from."""
+    scope = _open_scope()
+    part = None if scope is None else scope.part(tensor)
+    return part.leaves() if isinstance(part, Recipe) and part.still_true() else [tensor]
+
+
 def _open_scope() -> Scope | None:
     """The innermost scope, if its hooks are those that would be called now."""
     stack: list[Scope] = _LOCAL.__dict__.get("scopes", [])

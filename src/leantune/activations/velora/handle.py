@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from leantune.activations.exact.find import is_adapter
 from leantune.activations.velora.direction import replicas
 from leantune.activations.velora.factored import attach_optimizer
 from leantune.activations.velora.layer import Layer
@@ -28,8 +29,7 @@ class VeloraHandle:
     def __init__(self, model: nn.Module, layers: list[Layer]) -> None:
         self._model, self._layers = model, layers
         self._ends: list[Callable[[], None]] = []
-        linear = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear))
-        self._trained = {name for name, module in linear if module.weight.requires_grad}
+        self._trained = {name for name, module in model.named_modules() if _keeps_input(module)}
 
     @property
     def names(self) -> list[str]:
@@ -47,23 +47,18 @@ class VeloraHandle:
         return exact, sum(tokens * site.product.cut.groups * site.weight.itemsize for site in self.sites)
 
     def report(self) -> VeloraReport:
-        """What is saved, site by site, after what others keep or save anyway: bytes of the last training forward, kept
-        energy of the batch that set v, cosine of the last probe."""
+        """What is saved, site by site, after exact savings and what others keep anyway: bytes of the last training
+        forward, kept energy of the batch that set v, cosine of the last probe."""
         rows: list[VeloraRow] = []
         counted: set[int] = set()
-        for site in self.sites:
-            energy = None if site.energy is None else float(site.energy)
-            cut = site.product.cut
-            # Targets that read one tensor would have kept it once: the first of them counts it.
-            again = site.source is not None and site.source.cdata in counted
-            if site.source is not None:
-                counted.add(site.source.cdata)
-            exact = 0 if again else site.exact_bytes
-            sizes = (cut.features, cut.size, cut.groups, site.tokens, exact, site.kept_bytes)
-            block = checkpointed_block(self._model, site.name)
-            rows.append(
-                VeloraRow(site.name, *sizes, energy, self._kept_by(site, block), site.cosine, site.exact, block)
-            )
+        for layer in self._layers:
+            for site in layer.sites:
+                energy = None if site.energy is None else float(site.energy)
+                cut = site.product.cut
+                sizes = (cut.features, cut.size, cut.groups, site.tokens, _exact_bytes(site, counted), site.kept_bytes)
+                block = checkpointed_block(self._model, site.name)
+                kept_by = self._kept_by(layer.name, site, block)
+                rows.append(VeloraRow(site.name, *sizes, energy, kept_by, site.cosine, site.exact, block))
         return VeloraReport(rows)
 
     def probe(self, model: nn.Module, batch: Any, loss: Loss, min_cosine: float | None = None) -> ProbeReport:
@@ -184,18 +179,36 @@ class VeloraHandle:
 
         self.load_state_dict(load_file(str(path)))
 
-    def _kept_by(self, site: Site, block: str | None) -> str | None:
+    def _kept_by(self, layer: str, site: Site, block: str | None) -> str | None:
         """Who keeps the input whatever VeLoRA does: a checkpointed block makes it again; a trained sibling outside the
-        targets, by the usual names, reads it; something still held it when backward came (a ReLU keeps its output)."""
+        targets, by the usual names, reads the same tensor and no copy of its own; something still held it when backward
+        came (a ReLU keeps its output), or all that exact savings make it again from."""
         if site.recomputed or block is not None:
             return "made again by gradient checkpointing"
-        parent, _, own = site.name.rpartition(".")
+        parent, _, own = layer.rpartition(".")
         siblings = next((family for family in _SHARED_INPUTS if own in family), ())
         names = {f"{parent}.{name}".lstrip(".") for name in siblings if name != own}
         others = sorted((names - set(self.names)) & self._trained)
-        if others:
+        if others and not site.copied:
             return f"kept by {', '.join(name.rpartition('.')[2] for name in others)}"
-        return "kept by another operator" if site.held else None
+        if not site.sources or not all(source.held for source in site.sources):
+            return None
+        return "made again by exact savings" if site.remade else "kept by another operator"
+
+
+def _keeps_input(module: nn.Module) -> bool:
+    """Whether a layer keeps its input: it is trained, or an adapter of it is."""
+    if is_adapter(module):
+        return any(parameter.requires_grad for parameter in module.lora_A.parameters())  # type: ignore[union-attr]
+    return isinstance(module, nn.Linear) and module.weight.requires_grad
+
+
+def _exact_bytes(site: Site, counted: set[int]) -> int:
+    """What the layer would keep without VeLoRA. Of targets that would keep one tensor, the first counts it; what exact
+    savings make an input again from counts where nothing else keeps that."""
+    new = [source for source in site.sources if source.storage.cdata not in counted]
+    counted.update(source.storage.cdata for source in new)
+    return site.mask_bytes + sum(source.nbytes for source in new if not (site.remade and source.held))
 
 
 _SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("query", "key", "value"))

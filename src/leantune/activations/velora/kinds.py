@@ -4,7 +4,7 @@ from torch import nn
 
 from leantune.activations.velora.conv import ConvKind
 from leantune.activations.velora.kind import LayerKind
-from leantune.activations.velora.layer import Layer, is_under_velora
+from leantune.activations.velora.layer import Layer, is_under_velora, replaced_forward
 from leantune.activations.velora.linear import LinearKind, TransposedLinearKind
 from leantune.activations.velora.lora import LoraKind
 from leantune.activations.velora.recurrent import RecurrentKind
@@ -25,7 +25,7 @@ def layer_of(name: str, module: nn.Module, num_groups: int) -> Layer:
             f"{name} is a {type(module).__name__}; VeLoRA is for {', '.join(kind.label for kind in KINDS)}. Leave it "
             "out of target_modules."
         )
-    if "forward" in module.__dict__:
+    if replaced_forward(module) is not None:
         raise InvalidTypeError(
             f"the forward of {name} was replaced by another library, and VeLoRA would bypass that. Call apply_velora "
             "first, or leave the layer out of target_modules."

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from leantune.activations.exact.forwards import SavingForward
 from leantune.activations.velora.kind import LayerKind
 from leantune.activations.velora.site import Site
 from leantune.errors import StateMismatchError
@@ -26,11 +28,11 @@ class Layer:
     def enter(self) -> None:
         """Put it into its module."""
         setattr(self.module, _MARK, self)
-        self.module.forward = types.MethodType(_forward, self.module)
+        _replace_forward(self.module, types.MethodType(_forward, self.module))
 
     def check_on_top(self) -> None:
         """Raise StateMismatchError where something else has replaced the module's forward since."""
-        if getattr(self.module.__dict__.get("forward"), "__func__", None) is not _forward:
+        if getattr(replaced_forward(self.module), "__func__", None) is not _forward:
             raise StateMismatchError(
                 f"the forward of {self.name} was replaced after apply_velora (hooks of another library do that); "
                 "restoring it would drop that change. Remove the later change first."
@@ -39,7 +41,7 @@ class Layer:
     def leave(self) -> None:
         """Give the module its own forward back."""
         delattr(self.module, _MARK)
-        del self.module.forward
+        _replace_forward(self.module, None)
 
 
 def is_under_velora(module: nn.Module) -> bool:
@@ -47,10 +49,30 @@ def is_under_velora(module: nn.Module) -> bool:
     return hasattr(module, _MARK)
 
 
+def replaced_forward(module: nn.Module) -> Any:
+    """The forward that was put in place of the class's, under exact savings' (which call it); None where none was."""
+    forward = module.__dict__.get("forward")
+    return forward.replaced if isinstance(forward, SavingForward) else forward
+
+
+def _replace_forward(module: nn.Module, forward: Any) -> None:
+    """Put ``forward`` where `replaced_forward` looks for it: exact savings, applied before or after, stay around it."""
+    saving = module.__dict__.get("forward")
+    if isinstance(saving, SavingForward):
+        saving.replaced = forward
+    elif forward is None:
+        del module.forward
+    else:
+        module.forward = forward
+
+
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     layer: Layer = getattr(module, _MARK)
     wide = any(getattr(site.product, "wide", False) for site in layer.sites)
     probed = any(site.probe is not None for site in layer.sites)
+    if args and isinstance(args[0], Tensor) and not torch.compiler.is_compiling():
+        for site in layer.sites:
+            site.given = StorageWeakRef(args[0].untyped_storage())
     if wide or probed or (module.training and torch.is_grad_enabled()):
         return layer.kind.forward(layer, *args, **kwargs)
     return type(module).forward(module, *args, **kwargs)

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from leantune.activations.exact.forwards import SavingForward
 from leantune.activations.int8_input import is_int8_linear, release_input
-from leantune.activations.replayed_dropout import replayed_dropout, state_bytes
+from leantune.activations.random_state import mask_bytes, state_bytes
+from leantune.activations.replayed_dropout import replayed_dropout
 from leantune.activations.velora.kind import own_type
 from leantune.activations.velora.layer import Layer
 from leantune.activations.velora.linear import LinearProduct
@@ -31,21 +33,21 @@ class AdapterSite(Site):
     def __init__(self, name: str, lora_a: nn.Linear, dropout: nn.Module, cut: SubTokens) -> None:
         super().__init__(name, lora_a, LinearProduct(cut))
         self.dropout = dropout
-        self._mask_bytes = self._state_bytes = 0
+        self._state_bytes = 0
 
     def __call__(self, x: Tensor) -> Tensor:
         p = self.dropout.p if isinstance(self.dropout, nn.Dropout) and self.dropout.training else 0.0
-        if p == 0 or not (torch.is_grad_enabled() and x.requires_grad):
-            self._mask_bytes = self._state_bytes = 0
+        state = state_bytes(x.device)
+        # Under exact savings the module itself keeps no mask.
+        saves = p > 0 and state is not None and torch.is_grad_enabled() and x.requires_grad
+        if not saves or isinstance(self.dropout.__dict__.get("forward"), SavingForward):
+            self.mask_bytes = self._state_bytes = 0
             return super().__call__(self.dropout(x))
-        # torch's own dropout keeps a mask: a byte an element on CUDA, the element's own size elsewhere.
-        self._mask_bytes = x.numel() if x.device.type == "cuda" else x.numel() * x.itemsize
-        self._state_bytes = state_bytes(x.device)
+        self.mask_bytes, self._state_bytes = mask_bytes(x), state or 0
         return super().__call__(replayed_dropout(x, p))
 
     def _note(self, x: Tensor, z: Tensor) -> None:
         super()._note(x, z)
-        self.exact_bytes += self._mask_bytes
         self.kept_bytes += self._state_bytes
 
 

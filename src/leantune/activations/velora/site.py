@@ -1,6 +1,7 @@
 """A site: one input that a layer would keep for the gradient of one weight, and its projection instead."""
 
 import warnings
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from leantune.activations.exact.scope import kept_for
 from leantune.activations.velora.direction import mean_direction, replicas
 from leantune.activations.velora.product import Product, Projected
 from leantune.activations.velora.projection import kept_energy
@@ -19,6 +21,16 @@ UNDER_CHECKPOINTING = (
     "backward: VeLoRA saves nothing there but while a block is recomputed, and approximates weight gradients all the "
     "same. Leave these layers out of target_modules, or do not checkpoint their blocks."
 )
+
+
+@dataclass
+class Source:
+    """A tensor that the plain layer would keep: the input, or what exact savings keep to make it again."""
+
+    storage: StorageWeakRef
+    nbytes: int
+    held: bool = False
+    """Something else still held it when backward came."""
 
 
 class Site:
@@ -44,11 +56,13 @@ class Site:
         self.factor: Any = None  # leantune.activations.velora.factored.Factor
         self.probe: Any = None  # leantune.activations.velora.probe.Probe, for the length of one
         self.rehearses: str | None = None  # "plain" or "projected": a forward that leaves no trace, of a probe
-        self.tokens = self.exact_bytes = self.kept_bytes = 0  # of the last training forward
+        self.tokens = self.mask_bytes = self.kept_bytes = 0  # of the last training forward
         self.energy: Tensor | None = None
         self.cosine: float | None = None
-        self.source: StorageWeakRef | None = None  # the input's storage; None where a cast copy would have been kept
-        self.held = False  # something else still held the input when backward came
+        self.given: StorageWeakRef | None = None  # the layer's own input
+        self.sources: list[Source] = []
+        self.remade = False  # exact savings would make the input again from the sources
+        self.copied = False  # the sources are a copy of the layer's input, which nobody else reads
         self.recomputed = False  # the last forward was gradient checkpointing's, inside backward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Site":
@@ -112,8 +126,8 @@ class Site:
                 self.factor.check_ready()
         coefficients, norms = (None, None) if self.factor is None else self.factor.of(self, v)
         y: Tensor = Projected.apply(x, weight, bias, coefficients, norms, z, v, self.product, dtype)
-        if watches and self.source is not None:
-            y.register_hook(partial(_look_whether_held, self, self.source))
+        if watches:
+            y.register_hook(partial(_look_whether_held, self.sources))
         return y
 
     @torch.compiler.disable
@@ -137,9 +151,14 @@ class Site:
         if self.recomputed:
             warnings.warn(UNDER_CHECKPOINTING, stacklevel=2)  # shown once
         self.tokens = x.numel() // self.product.cut.features
-        self.exact_bytes, self.kept_bytes = x.numel() * x.itemsize, z.nbytes
-        self.source = StorageWeakRef(x.untyped_storage())
+        self.kept_bytes = z.nbytes
+        kept = kept_for(x)
+        self.sources = [Source(StorageWeakRef(t.untyped_storage()), t.numel() * t.itemsize) for t in kept]
+        addresses = {source.storage.cdata for source in self.sources}
+        self.remade = x.untyped_storage()._cdata not in addresses
+        self.copied = self.given is not None and self.given.cdata not in addresses
 
 
-def _look_whether_held(site: Site, source: StorageWeakRef, grad: Tensor) -> None:
-    site.held = not source.expired()
+def _look_whether_held(sources: list[Source], grad: Tensor) -> None:
+    for source in sources:
+        source.held = not source.storage.expired()

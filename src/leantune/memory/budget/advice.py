@@ -11,7 +11,7 @@ from leantune.errors import InvalidArgumentError
 from leantune.memory.budget.run_stages import peak_bytes
 from leantune.memory.budget.sharding import Parallel
 from leantune.memory.closed_form.model_shape import ModelShape
-from leantune.memory.closed_form.settings import RunSettings
+from leantune.memory.closed_form.settings import EXACT_SAVINGS, LOSS_ALONE, RunSettings
 from leantune.memory.parts import (
     ACTIVATIONS,
     GRADIENTS,
@@ -89,13 +89,14 @@ def advise_by_parts(settings: RunSettings, parts: Mapping[str, int]) -> tuple[st
 
 def changes(settings: RunSettings, *, experts: bool = False) -> Iterator[Change]:
     """All changes that a run with these settings can make. ``experts``: the model is a mixture of them."""
-    if not settings.exact_loss:
+    savings = LOSS_ALONE if settings.checkpoint_every == 1 else EXACT_SAVINGS
+    if any(wanted and not getattr(settings, name) for name, wanted in savings.items()):
         yield Change(
             "exact_savings: true",
-            replace(settings, exact_loss=True),
-            "nothing: the same loss without logits",
+            replace(settings, **savings),
+            "no number changes; elementwise products are made twice",
             FREE,
-            (LOSS,),
+            (LOSS, ACTIVATIONS),
         )
     ours = settings.optim in ("ternary_adamw", "adamw", "lomo", "adalomo", "taco_one_sparse")
     if ours and not settings.fused and settings.micro_batches == 1:
@@ -131,7 +132,7 @@ def _time_for_memory(settings: RunSettings) -> Iterator[Change]:
     if every != 1:
         yield Change(
             "gradient_checkpointing: true",
-            replace(settings, checkpoint_every=1, velora_targets=()),
+            replace(settings, checkpoint_every=1, velora_targets=(), **(LOSS_ALONE if settings.exact_loss else {})),
             "every block runs forward twice: about a third more time",
             SPEED,
             (ACTIVATIONS,),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from leantune.memory.budget.run_stages import ADAPTERS, StagedBytes, stage_bytes
 from leantune.memory.budget.sharding import ALONE, Parallel
 from leantune.memory.closed_form.model_shape import ModelShape
-from leantune.memory.closed_form.settings import RunSettings
+from leantune.memory.closed_form.settings import EXACT_SAVINGS, NO_SAVINGS, RunSettings
 from leantune.memory.parts import GRADIENTS, OPTIMIZER_STATES, WEIGHTS
 from leantune.memory.sizes import format_bytes
 
@@ -34,13 +34,14 @@ HEADINGS = ("method", "weights", "states", "gradients", "rest", "total", "")
 def compare(shape: ModelShape, settings: RunSettings, parallel: Parallel = ALONE) -> list[Compared]:
     """AdamW in fp32 and in bfloat16, 8-bit AdamW, LoRA, QLoRA, LOMO and the ternary states, at one batch and length.
 
-    All with the same checkpointing; the others with whole logits and an ordinary backward, ours without either.
+    All with the same checkpointing; the others with whole logits and an ordinary backward, ours without either and with
+    all exact savings.
     """
     theirs = replace(
-        settings, method="full", optimizer_options={}, fused=False, two_passes=False, accumulate=None, exact_loss=False,
-        velora_targets=(),
+        settings, method="full", optimizer_options={}, fused=False, two_passes=False, accumulate=None,
+        velora_targets=(), **NO_SAVINGS,
     )  # fmt: skip
-    ours = replace(theirs, fused=settings.micro_batches == 1, exact_loss=True, dtype="bfloat16")
+    ours = replace(theirs, fused=settings.micro_batches == 1, dtype="bfloat16", **EXACT_SAVINGS)
     ways = {
         "AdamW, fp32": replace(theirs, dtype="float32", optim="adamw_torch_fused"),
         "AdamW, bf16": replace(theirs, dtype="bfloat16", optim="adamw_torch_fused"),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from leantune.memory.closed_form.experts import Experts
 from leantune.memory.closed_form.model_shape import ModelShape
 from leantune.memory.closed_form.operators import Operators
-from leantune.memory.closed_form.tape import Block, Results, Tape, Weight
+from leantune.memory.closed_form.tape import Block, Tape, Weight
 
 Linear = Callable[..., Block]
 
@@ -31,8 +31,8 @@ class DecoderBlock:
     turn: tuple[Block, Block]
     mask: Block | None = None
     """Of padded or packed rows: a byte for each pair of tokens of a row."""
-    recomputed_product: bool = False
-    """The MLP keeps what goes into its gated product, and makes the product again in backward."""
+    swiglu: bool = False
+    """The MLP keeps what goes into its activation and its gate, and makes their product again in backward."""
 
     @property
     def _tape(self) -> Tape:
@@ -99,33 +99,14 @@ class DecoderBlock:
     def _mlp(self, x: Block) -> Block:
         ops, tape, prefix = self.ops, self._tape, f"{self.prefix}mlp."
         if self.shape.experts:
-            return Experts(self.shape, ops, lambda name: self.weights[f"{prefix}{name}"]).run(x)
+            return Experts(self.shape, ops, lambda name: self.weights[f"{prefix}{name}"], self.swiglu).run(x)
         gate = self.linear(ops, f"{prefix}gate_proj", x)
-        if self.recomputed_product:
-            return self._remade_product(gate, x)
         active = ops.activation(gate)
         tape.drop(gate)
         up = self.linear(ops, f"{prefix}up_proj", x)
-        product = ops.product(active, up)
+        product = ops.product(active, up, ops.activated_again(gate) if self.swiglu else None)
         tape.drop(active, up)
-        out = self.linear(ops, f"{prefix}down_proj", product)
-        tape.drop(product)
-        return out
-
-    def _remade_product(self, gate: Block, x: Block) -> Block:
-        ops, tape, prefix = self.ops, self._tape, f"{self.prefix}mlp."
-        up = self.linear(ops, f"{prefix}up_proj", x)
-        active, product = tape.new(gate.size), tape.new(gate.size)
-        tape.drop(active)
-
-        def back(gradient: Block) -> Results:
-            again = tape.new(gate.size)
-            to_gate, to_up = tape.new(gate.size), tape.new(up.size)
-            tape.drop(again)
-            return [(gate, to_gate), (up, to_up)]
-
-        tape.node(product, (gate, up), back, (gate, up))
-        tape.drop(gate, up)
-        out = self.linear(ops, f"{prefix}down_proj", product, remade=True)
+        remade = ops.product_again(gate, up) if self.swiglu else None
+        out = self.linear(ops, f"{prefix}down_proj", product, remade=remade)
         tape.drop(product)
         return out

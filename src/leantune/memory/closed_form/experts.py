@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from leantune.memory.closed_form.model_shape import ModelShape
-from leantune.memory.closed_form.operators import INDEX, Operators
+from leantune.memory.closed_form.operators import INDEX, Operators, Remade
 from leantune.memory.closed_form.tape import FLOAT, Block, Results, Weight
 
 
@@ -16,6 +16,8 @@ class Experts:
     shape: ModelShape
     ops: Operators
     weight: Callable[[str], Weight]
+    swiglu: bool = False
+    """The activation and the gated product are made again in backward."""
 
     @property
     def _pairs(self) -> int:
@@ -113,30 +115,44 @@ class Experts:
         product = tape.new(half)
 
         def product_back(gradient: Block) -> Results:
+            again = tape.new(half) if self.swiglu else None
             to_up, to_active = tape.new(half), tape.new(half)
             of_up.append(to_up)
+            if again is not None:
+                tape.drop(again)
             return [(active, to_active)]
 
-        tape.node(product, (active, both), product_back, (active,))
+        tape.node(product, (both,) if self.swiglu else (active, both), product_back, (active,))
         tape.drop(gate, active, both)
         size = self._pairs * self.shape.hidden * ops.size
-        out = self._grouped(product, offsets, size, self.weight("experts.down_proj"))
+        again = Remade((both,), lambda: self._product_again(half)) if self.swiglu else None
+        out = self._grouped(product, offsets, size, self.weight("experts.down_proj"), again)
         tape.drop(product, offsets)
         return out
 
-    def _grouped(self, x: Block, offsets: Block, size: int, weight: Weight) -> Block:
+    def _product_again(self, size: int) -> Block:
+        active, out = self.ops.tape.new(size), self.ops.tape.new(size)
+        self.ops.tape.drop(active)
+        return out
+
+    def _grouped(self, x: Block, offsets: Block, size: int, weight: Weight, remade: Remade | None = None) -> Block:
         tape = self.ops.tape
         out = tape.new(size)
         if weight.trained:
             tape.uses(weight)
 
         def back(gradient: Block) -> Results:
+            again = remade.make() if remade is not None and weight.trained else None
             results: list[tuple[Block | Weight, Block]] = []
             if weight.trained:
                 results.append((weight, tape.new(weight.gradient_bytes)))
-            return [*results, (x, tape.new(x.size))]
+            results.append((x, tape.new(x.size)))
+            if again is not None:
+                tape.drop(again)
+            return results
 
-        kept = (x, offsets) if weight.trained else (offsets,)
+        held = (x,) if remade is None else remade.leaves
+        kept = (*held, offsets) if weight.trained else (offsets,)
         return tape.node(out, kept, back, () if weight.trained else (x,), keeps_weight=True)
 
     def _weigh(self, x: Block, score: Block) -> Block:

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from leantune.memory.closed_form.dropout import Dropout
 from leantune.memory.closed_form.model_shape import ModelShape
-from leantune.memory.closed_form.operators import Operators
+from leantune.memory.closed_form.operators import Operators, Remade
 from leantune.memory.closed_form.settings import ITEM_BYTES, RunSettings
 from leantune.memory.closed_form.tape import FLOAT, Block, Results, Weight
 from leantune.memory.closed_form.weights import WeightTable
@@ -20,20 +21,16 @@ class Linears:
     settings: RunSettings
     table: WeightTable
 
-    def __call__(self, ops: Operators, name: str, x: Block, *, remade: bool = False) -> Block:
-        """``remade``: the input is made again in backward and not kept."""
+    def __call__(self, ops: Operators, name: str, x: Block, *, remade: Remade | None = None) -> Block:
+        """``remade``: how the input is made again in backward, where it is not kept."""
         last = name.rpartition(".")[2]
         inner, outer = self.shape.linear_sizes(last)
         weight, bias = self.table[f"{name}.weight"], self.table.get(f"{name}.bias")
         reordered = last in _REORDERED and not self.shape.head_norms
         # Written out for a mask, values come back in that order as well.
         reordered = reordered or (last == "v_proj" and self.settings.padded and self.shape.heads > self.shape.kv_heads)
-        quantised = self.settings.method == "qlora"
-        projected = None
-        if weight.trained and last in self.settings.velora_targets:
-            groups = self.settings.velora_groups
-            # The projection, and the direction, fp32.
-            projected = ops.tape.new(ops.tokens * groups * ops.size + -(-inner // groups) * FLOAT)
+        adapted = f"{name}.lora_A.default.weight" in self.table
+        projected = self._projection(ops, last, ops.size) if weight.trained else None
         out = ops.linear(
             x,
             inner,
@@ -41,31 +38,38 @@ class Linears:
             weight,
             bias,
             kept=projected,
-            kept_input=not remade,
-            copies_gradient=reordered and f"{name}.lora_A.default.weight" not in self.table,
-            dequantised=inner * outer * ops.size if quantised else 0,
+            remade=remade,
+            copies_gradient=reordered and not adapted,
+            dequantised=inner * outer * ops.size if self.settings.method == "qlora" else 0,
         )
         if projected is not None:
             ops.tape.drop(projected)
-        if f"{name}.lora_A.default.weight" not in self.table:
-            return out
-        return self._adapted(ops, name, x, out, inner, outer)
+        return self._adapted(ops, name, x, remade, out) if adapted else out
 
-    def _adapted(self, ops: Operators, name: str, x: Block, result: Block, inner: int, outer: int) -> Block:
+    def _projection(self, ops: Operators, last: str, size: int) -> Block | None:
+        """What VeLoRA keeps of the input of a target: its projection, and the direction, fp32."""
+        if last not in self.settings.velora_targets:
+            return None
+        groups, inner = self.settings.velora_groups, self.shape.linear_sizes(last)[0]
+        return ops.tape.new(ops.tokens * groups * size + -(-inner // groups) * FLOAT)
+
+    def _adapted(self, ops: Operators, name: str, x: Block, remade: Remade | None, result: Block) -> Block:
         """result + B(A(dropout(x))) * scaling, in the adapters' dtype, narrowed to the result's."""
-        tape, settings = ops.tape, self.settings
+        tape, settings, last = ops.tape, self.settings, name.rpartition(".")[2]
+        inner, outer = self.shape.linear_sizes(last)
         wide, rank, tokens = ITEM_BYTES[settings.adapter_dtype], settings.lora_rank, ops.tokens
         down, up = (self.table[f"{name}.lora_{letter}.default.weight"] for letter in "AB")
         adapter = Operators(tape, tokens, wide)
-        cast = ops.cast(x, tokens * inner, wide, ops.size)
-        dropped = cast
+        cast = dropped = ops.cast(x, tokens * inner, wide, ops.size)
+        if wide != ops.size:
+            remade = ops.cast_again(x, remade, cast.size) if settings.shared_adapter_input else None
+        states: tuple[Block, ...] = ()
         if settings.lora_dropout > 0:
-            # A byte an element on a GPU; on a CPU the factors themselves.
-            mask = tape.new(tokens * inner * (1 if settings.cuda else wide))
-            dropped = tape.new(cast.size)
-            tape.node(dropped, (mask,), lambda g: [(cast, tape.new(cast.size))], (cast,))
-            tape.drop(mask)
-        low = adapter.linear(dropped, inner, rank, down, kept_input=not settings.shared_adapter_input)
+            dropout = Dropout(adapter, settings, cast, inner)
+            dropped, remade, states = dropout.run(remade, replayed=last in settings.velora_targets)
+        projected = self._projection(ops, last, wide)
+        low = adapter.linear(dropped, inner, rank, down, kept=projected, remade=remade)
+        tape.drop(*states, *(() if projected is None else (projected,)))
         if dropped is not cast:
             tape.drop(dropped)
         high = adapter.linear(low, rank, outer, up)

@@ -3,12 +3,25 @@
 Each follows torch's derivative formula of that operator. ``taken`` inputs are local names that end with the call.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from leantune.memory.closed_form.tape import FLOAT, Block, Results, Tape, Weight
 
 INDEX = 8
+
+
+@dataclass(frozen=True)
+class Remade:
+    """A tensor that is not kept (an exact saving): backward makes it again.
+
+    Args:
+        leaves: what is kept instead.
+        make: makes it, with all that this takes for a moment.
+    """
+
+    leaves: tuple[Block, ...]
+    make: Callable[[], Block]
 
 
 @dataclass(frozen=True)
@@ -38,10 +51,45 @@ class Operators:
 
         return self.tape.node(out, (), back, (a, b))
 
-    def product(self, a: Block, b: Block) -> Block:
-        """a * b of two activations, both kept."""
-        out = self.tape.new(a.size)
-        return self.tape.node(out, (a, b), lambda g: [(a, self.tape.new(a.size)), (b, self.tape.new(b.size))])
+    def product(self, a: Block, b: Block, remade: Remade | None = None) -> Block:
+        """a * b of two activations, both kept, or ``a`` made again."""
+        tape = self.tape
+        out = tape.new(a.size)
+
+        def back(gradient: Block) -> Results:
+            again = None if remade is None else remade.make()
+            results = [(a, tape.new(a.size)), (b, tape.new(b.size))]
+            if again is not None:
+                tape.drop(again)
+            return results
+
+        return tape.node(out, (a, b) if remade is None else (*remade.leaves, b), back)
+
+    def activated_again(self, x: Block) -> Remade:
+        """`activation` of ``x``, made again."""
+        return Remade((x,), lambda: self.tape.new(x.size))
+
+    def product_again(self, x: Block, b: Block) -> Remade:
+        """activation(x) * b, made again."""
+
+        def make() -> Block:
+            active, out = self.tape.new(x.size), self.tape.new(x.size)
+            self.tape.drop(active)
+            return out
+
+        return Remade((x, b), make)
+
+    def cast_again(self, x: Block, remade: Remade | None, size: int) -> Remade:
+        """``x``, or what ``remade`` makes, cast to ``size`` bytes in all."""
+
+        def make() -> Block:
+            source = None if remade is None else remade.make()
+            out = self.tape.new(size)
+            if source is not None:
+                self.tape.drop(source)
+            return out
+
+        return Remade((x,) if remade is None else remade.leaves, make)
 
     def scaled(self, x: Block, kept: Block | None = None) -> Block:
         """x times what needs no gradient (a number, a table): only that is kept."""
@@ -165,14 +213,14 @@ class Operators:
         bias: Weight | None = None,
         *,
         kept: Block | None = None,
-        kept_input: bool = True,
+        remade: Remade | None = None,
         copies_gradient: bool = False,
         dequantised: int = 0,
     ) -> Block:
         """x W^T (+ b): the input is kept where the weight is trained.
 
-        ``kept``: what is kept in the input's place (VeLoRA's projection); ``kept_input`` False: the input is made again
-        in backward. ``copies_gradient``: the gradient comes in another order of its dimensions and is copied.
+        ``kept``: what is kept in the input's place (VeLoRA's projection); ``remade``: the input is made again in
+        backward. ``copies_gradient``: the gradient comes in another order of its dimensions and is copied.
         ``dequantised``: bytes of the weight's 16-bit copy, made for each product.
         """
         tape = self.tape
@@ -183,19 +231,19 @@ class Operators:
             if parameter is not None and parameter.trained:
                 tape.uses(parameter)
         held: tuple[Block, ...] = ()
-        if weight.trained:
-            held = (x if kept is None else kept,) if kept_input or kept is not None else ()
+        if weight.trained and kept is not None:
+            held = (kept,)
+        elif weight.trained:
+            held = (x,) if remade is None else remade.leaves
 
         def back(gradient: Block) -> Results:
             results: list[tuple[Block | Weight, Block]] = []
             copy = tape.new(gradient.size) if copies_gradient else None
-            remade = tape.new(x.size) if weight.trained and not kept_input and kept is None else None
+            again = remade.make() if weight.trained and remade is not None and kept is None else None
             if bias is not None and bias.trained:
                 results.append((bias, tape.new(bias.gradient_bytes)))
             if weight.trained:
                 results.append((weight, tape.new(weight.gradient_bytes)))
-            if remade is not None:
-                tape.drop(remade)
             wide = tape.new(dequantised) if dequantised else None
             if not x.constant:
                 results.append((x, tape.new(self.tokens * inner * self.size)))
@@ -203,6 +251,8 @@ class Operators:
                 tape.drop(wide)
             if copy is not None:
                 tape.drop(copy)
+            if again is not None:
+                tape.drop(again)
             return results
 
         trains = weight.trained or (bias is not None and bias.trained)

@@ -37,10 +37,12 @@ class RunSettings:
     adapter_dtype: str = "float32"
     velora_targets: tuple[str, ...] = ()
     velora_groups: int = 32
-    recomputed_product: bool = False
-    """The gated product of an MLP is made again in backward."""
+    swiglu: bool = False
+    """Exact saving: the activation and the gated product of an MLP are made again in backward."""
+    dropout: bool = False
+    """Exact saving: dropout masks are drawn again from the generator's state."""
     shared_adapter_input: bool = False
-    """Adapters that read one tensor keep it once, in the weights' dtype."""
+    """Exact saving: adapters that read one tensor keep it once, in the weights' dtype."""
     nested_quantisation: bool = True
     """Of 4-bit weights: their scales are 8-bit."""
     cuda: bool = True
@@ -79,6 +81,13 @@ class RunSettings:
         """Batch and length, as every figure must be read. Example: "2 x 512 tokens, 4 micro-batches a step"."""
         text = f"{self.batch_size} x {self.length} tokens"
         return text if self.micro_batches == 1 else f"{text}, {self.micro_batches} micro-batches a step"
+
+
+EXACT_SAVINGS: dict[str, Any] = dict.fromkeys(("exact_loss", "swiglu", "dropout", "shared_adapter_input"), True)
+"""All exact savings on, as fields of `RunSettings`."""
+NO_SAVINGS: dict[str, Any] = dict.fromkeys(EXACT_SAVINGS, False)
+LOSS_ALONE: dict[str, Any] = NO_SAVINGS | {"exact_loss": True}
+"""What a config's ``exact_savings: true`` means where every block is recomputed."""
 
 
 def quantised_bytes(elements: int, nested: bool) -> int:

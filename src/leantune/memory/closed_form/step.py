@@ -175,7 +175,7 @@ class _Walk:
             self.ops,
             turn,
             masks[0] if masks else None,
-            self.settings.recomputed_product,
+            self.settings.swiglu,
         )
 
     def _head(self) -> Head:

@@ -98,7 +98,9 @@ class MemoryTracker(TorchDispatchMode):
         super().__init__()
         self._model = model
         self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-        self._head_shape = _output_embedding_shape(model)
+        head = _output_embedding(model)
+        self._head_shape = None if head is None else tuple(head.shape)
+        self._head_trains = head is not None and head.requires_grad
         self._vocabulary = vocabulary or (self._head_shape[0] if self._head_shape else None)
         parameters = list(model.parameters()) if model is not None else []
         grouped = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
@@ -263,7 +265,7 @@ class MemoryTracker(TorchDispatchMode):
             return GRADIENTS if copied else UPDATE
         if torch.is_grad_enabled():
             return LOSS if wide else RECOMPUTE
-        if self._head_shape is not None and tuple(shape) == self._head_shape:
+        if self._head_trains and tuple(shape) == self._head_shape:
             return GRADIENTS  # a partial gradient of a (tied) head, not yet accumulated
         if wide or any(part in name for part in _LOSS_NODES):
             return LOSS
@@ -484,9 +486,10 @@ class _Watching:
         self._look(tensor)
 
 
-def _output_embedding_shape(model: nn.Module | None) -> tuple[int, ...] | None:
-    """(vocabulary, hidden) of a transformers-style model's head; None where the model has no such thing."""
+def _output_embedding(model: nn.Module | None) -> Tensor | None:
+    """The weight, (vocabulary, hidden), of a transformers-style model's head; None where the model has no such
+    thing."""
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if callable(get_head) else None
     weight = getattr(head, "weight", None)
-    return tuple(weight.shape) if isinstance(weight, Tensor) else None
+    return weight if isinstance(weight, Tensor) else None

@@ -283,7 +283,10 @@ def exact_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def decoder_and_head(model: nn.Module) -> tuple[nn.Module, nn.Linear]:
-    """The part of a causal language model that makes hidden states, and the linear layer that makes logits of them."""
+    """The part of a causal language model that makes hidden states, and the linear layer that makes logits of them.
+    Adapters' wrapper (PEFT's) around the model is looked through: its layers hold their adapters."""
+    unwrap = getattr(model, "get_base_model", None)
+    model = unwrap() if callable(unwrap) else model
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if callable(get_head) else None
     decoder = next(

@@ -3,7 +3,7 @@
 from leantune.errors import InvalidArgumentError
 from leantune.memory.sizes import parse_size
 from leantune.training.config.keys import FOREIGN_OPTIMIZER_KEYS, REFUSED, suggestion
-from leantune.training.config.run_config import LORA_METHODS, OUR_OPTIMIZERS, TrainConfig
+from leantune.training.config.run_config import EXACT_SAVINGS, LORA_METHODS, OUR_OPTIMIZERS, TrainConfig
 
 ACCUMULATED_IN = ("float32", "bfloat16")
 """What sums gradients over micro-batches (`leantune.backward.accumulation.KINDS`)."""
@@ -19,6 +19,9 @@ _ONLY_FOR = {
     "master_bits": ("ternary_adamw", "adamw"),
     "rounding": OUR_OPTIMIZERS,
 }
+
+FACTORABLE = ("ternary_adamw", "adamw", "lomo", "adamw_torch", "adamw_torch_fused", "sgd")
+"""Optimizers whose step on VeLoRA's factored gradient is known to be one on the whole gradient."""
 
 # Settings only some methods read.
 _ONLY_FOR_METHODS = {
@@ -82,6 +85,7 @@ def _wrong_together(c: TrainConfig) -> list[str]:
         found.append(
             "VeLoRA saves nothing inside checkpointed blocks; drop velora_target_modules or gradient_checkpointing"
         )
+    found += _wrong_savings(c)
     if c.bf16 and c.dtype != "float32":
         found.append(f"bf16 is autocast for float32 weights; dtype is {c.dtype}: leave bf16 out")
     return found
@@ -95,6 +99,54 @@ def _wrong_budget(c: TrainConfig) -> list[str]:
     except InvalidArgumentError as error:
         return [f"memory_budget: {error}"]
     return []
+
+
+def _wrong_savings(c: TrainConfig) -> list[str]:
+    """What is wrong with the savings of activation memory."""
+    found = []
+    if not isinstance(c.exact_savings, bool):
+        known = ", ".join(EXACT_SAVINGS)
+        found += [
+            f"exact_savings names {name!r}; it takes true, false, or some of {known}"
+            for name in c.exact_savings
+            if name not in EXACT_SAVINGS
+        ]
+        if not c.exact_savings:
+            found.append(f"exact_savings is an empty list; write false, or some of {known}")
+        if len(set(c.exact_savings)) < len(c.exact_savings):
+            found.append(f"exact_savings names one saving twice: {', '.join(c.exact_savings)}")
+    if c.velora_refresh_every is not None and c.velora_refresh_every < 1:
+        found.append(
+            f"velora_refresh_every is {c.velora_refresh_every}; it is a number of training forwards of at least 1 "
+            "(leave it out for directions that stay)"
+        )
+    if c.velora_min_cosine is not None and not 0 < c.velora_min_cosine <= 1:
+        found.append(f"velora_min_cosine is {c.velora_min_cosine}; it is a cosine above 0 and at most 1")
+    return found + (_wrong_factored(c) if c.velora_factored else [])
+
+
+def _wrong_factored(c: TrainConfig) -> list[str]:
+    found = []
+    if c.velora_refresh_every is not None:
+        found.append(
+            "velora_factored needs directions that stay, for the optimizer's states are of the first ones; leave "
+            "velora_refresh_every out"
+        )
+    if c.velora_min_cosine is not None:
+        found.append(
+            "velora_min_cosine lets layers go back to exact gradients, and velora_factored freezes their weights; "
+            "leave one of them out"
+        )
+    if c.optim not in FACTORABLE:
+        found.append(
+            f"velora_factored does not know what {c.optim}'s step on the small gradient means for the weight; use one "
+            f"of {', '.join(FACTORABLE)}"
+        )
+    if c.optim == "sgd" and c.weight_decay:
+        found.append("sgd adds weight_decay to the gradient, which velora_factored's cannot hold; use adamw, or 0")
+    if c.master_bits is not None:
+        found.append("master_bits are kept for whole weights, and velora_factored folds steps into them; leave one out")
+    return found
 
 
 def _wrong_data(c: TrainConfig) -> list[str]:
@@ -150,8 +202,12 @@ def _ignored(c: TrainConfig) -> list[str]:
         for key in keys
         if c.method not in methods and getattr(c, key) != getattr(defaults, key)
     ]
-    if c.velora_num_groups != defaults.velora_num_groups and not c.velora_target_modules:
-        found.append("velora_num_groups is set without velora_target_modules; name the layers (down_proj)")
+    if not c.velora_target_modules:
+        found += [
+            f"{key} is set without velora_target_modules; name the layers (down_proj)"
+            for key in ("velora_num_groups", "velora_factored", "velora_refresh_every", "velora_min_cosine")
+            if getattr(c, key) != getattr(defaults, key)
+        ]
     return found
 
 

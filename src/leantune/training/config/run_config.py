@@ -9,6 +9,8 @@ import yaml
 OUR_OPTIMIZERS = ("ternary_adamw", "adamw", "lomo", "adalomo", "taco_one_sparse")
 _LEARNING_RATES = {("full", "ternary_adamw"): 5e-5, ("full", "adamw"): 5e-5, ("full", "adalomo"): 5e-4}
 _LORA_RATE = 2e-4
+EXACT_SAVINGS = ("loss", "swiglu", "dropout", "shared_adapter_input")
+"""What ``exact_savings`` may name: the loss without logits, and those of `leantune.apply_exact_savings`."""
 LORA_METHODS = ("lora", "qlora")
 """Those that train adapters on a frozen base."""
 
@@ -44,10 +46,17 @@ class TrainConfig:
     clip: str | None = None
     """per_tensor, global or none; None: global where max_grad_norm was set, else per_tensor."""
     max_grad_norm: float | None = None
-    exact_savings: bool = True
-    """The loss without logits."""
+    exact_savings: tuple[str, ...] | bool = True
+    """What keeps fewer bytes for backward without changing a number: true, all that the model allows (the loss alone
+    where every block is recomputed anyway); some of `EXACT_SAVINGS`; or false."""
     velora_target_modules: tuple[str, ...] | None = None
     velora_num_groups: int = 32
+    velora_factored: bool = False
+    """Gradients and optimizer states of the targets' weights are kept in the projection's size too."""
+    velora_refresh_every: int | None = None
+    """Training forwards of a layer after which its direction is set anew; None: the first one stays."""
+    velora_min_cosine: float | None = None
+    """Layers whose approximate gradient has a lower cosine to the exact one, on the first batch, train exactly."""
     dtype: str = "bfloat16"
     """Storage of the weights: bfloat16, float32 or float16."""
     bf16: bool = False
@@ -103,6 +112,23 @@ class TrainConfig:
     def ours(self) -> bool:
         """Whether the optimizer is one of leantune's."""
         return self.optim in OUR_OPTIMIZERS
+
+    @property
+    def chosen_savings(self) -> tuple[str, ...]:
+        """Those of `EXACT_SAVINGS` that are on."""
+        if not isinstance(self.exact_savings, bool):
+            return self.exact_savings
+        if not self.exact_savings:
+            return ()
+        # A block that is recomputed keeps nothing: savings in it would cost their time for little.
+        return ("loss",) if self.checkpoint_every == 1 else EXACT_SAVINGS
+
+    @property
+    def checkpoint_every(self) -> int:
+        """Every how many blocks one is recomputed in backward; 0: none is."""
+        if not self.gradient_checkpointing:
+            return 0
+        return int((self.extra.get("gradient_checkpointing_kwargs") or {}).get("every_n_layers", 1))
 
     @property
     def fused(self) -> bool:

@@ -195,6 +195,8 @@ def _assumptions() -> tuple[str, ...]:
 
 def _notes(config: TrainConfig, shape: ModelShape, table: WeightTable, budgeted: bool) -> list[str]:
     notes = [*_assumptions()]
+    if config.velora_factored:
+        notes.append("velora_factored is not in this plan: gradients and states of its targets are counted whole")
     if config.method == "auto" and not budgeted:
         notes.append("method: auto is decided against a budget; without one this is method: full")
     if shape.positions and config.max_length > shape.positions:

@@ -43,8 +43,11 @@ def settings_of(config: TrainConfig, batch: BatchShape | None = None, *, cuda: b
         fused=config.fused,
         two_passes=config.fused and config.clip_mode == "global",
         accumulate=config.accumulate,
-        exact_loss=config.exact_savings,
-        checkpoint_every=_checkpoint_every(config),
+        exact_loss="loss" in config.chosen_savings,
+        swiglu="swiglu" in config.chosen_savings,
+        dropout="dropout" in config.chosen_savings,
+        shared_adapter_input="shared_adapter_input" in config.chosen_savings,
+        checkpoint_every=config.checkpoint_every,
         lora_rank=config.lora_r,
         lora_targets=config.lora_target_modules,
         lora_dropout=config.lora_dropout,
@@ -61,9 +64,3 @@ def _options(config: TrainConfig) -> dict[str, Any]:
         "adamw": ("master_bits",),
     }.get(config.optim, ())
     return {name: getattr(config, name) for name in names}
-
-
-def _checkpoint_every(config: TrainConfig) -> int:
-    if not config.gradient_checkpointing:
-        return 0
-    return int((config.extra.get("gradient_checkpointing_kwargs") or {}).get("every_n_layers", 1))

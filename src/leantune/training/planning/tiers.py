@@ -8,6 +8,7 @@ import psutil
 import torch
 from torch import nn
 
+from leantune.activations.exact.apply import apply_exact_savings
 from leantune.activations.velora.apply import apply_velora
 from leantune.backward.fused import FusedBackward
 from leantune.errors import InvalidArgumentError
@@ -94,8 +95,6 @@ def build_model(config: TrainConfig, described: Any, settings: RunSettings) -> n
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model.activation_checkpointing_enable({"use_reentrant": False}, every_n_layers=settings.checkpoint_every)
-    if settings.velora_targets:
-        apply_velora(model, list(settings.velora_targets), settings.velora_groups)
     if settings.method == "lora":
         from peft import LoraConfig, get_peft_model
 
@@ -107,6 +106,13 @@ def build_model(config: TrainConfig, described: Any, settings: RunSettings) -> n
             task_type="CAUSAL_LM",
         )
         model = get_peft_model(model, lora)
+    of_modules = {name: getattr(settings, name) for name in ("swiglu", "dropout", "shared_adapter_input")}
+    if any(of_modules.values()):
+        apply_exact_savings(model, **of_modules)
+    if settings.velora_targets:
+        apply_velora(
+            model, list(settings.velora_targets), settings.velora_groups, refresh_every=config.velora_refresh_every
+        )
     trained: nn.Module = model.train()
     return trained
 

@@ -162,15 +162,16 @@ class _Profiling:
     def _train(self, tokenizer: Any, data: Any) -> None:
         """Load, steps, evaluation and save. The model is gone when this returns, so that resuming has room."""
         with self._tracked(LOAD, unseen_are_new=True) as tracker, _reading_in_this_thread():
-            model, velora = load_model(self.config)
-            tracker.adopt(model)
-        trainer = build_trainer(self.config, model, tokenizer, data, velora)
+            loaded = load_model(self.config)
+            tracker.adopt(loaded.model)
+        trainer = build_trainer(self.config, loaded, tokenizer, data)
         # The plan is for the batch that is run, or the two could not be compared.
         data.notes = []
         self.plan = plan_of_run(self.config, trainer, data)
         self.planned = planned_run(self.config, data, self.plan, cuda=self.device.type == "cuda")
         self.notes += data.notes
         self._describe(trainer, data)
+        self.described["exact savings"] = "; ".join(loaded.savings.lines())
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(_Steps(self, trainer))
         try:
@@ -200,7 +201,7 @@ class _Profiling:
             "optimizer": config.optim,
             "gradients": "applied and freed in backward" if config.fused else "kept until the step",
             "checkpointing": "on" if config.gradient_checkpointing else "off",
-            "loss": "without logits" if config.exact_savings else "full logits",
+            "loss": "without logits" if trainer.exact_loss else "full logits",
             "micro-batches": str(micro),
         }
         stored = dtypes(config, trainer.model, plain_optimizer(trainer))

@@ -31,8 +31,8 @@ def resumed_step(config: TrainConfig) -> StageMeasurement:
     data = longest_first(config, data, config.max_steps)
     baseline = process_peak(device).current
     reset_process_peak(device)
-    model, velora = load_model(config)
-    trainer = build_trainer(config, model, tokenizer, data, velora)
+    loaded = load_model(config)
+    trainer, velora = build_trainer(config, loaded, tokenizer, data), loaded.velora
     trainer.remove_callback(PrinterCallback)
     if velora is not None:
         velora.load(checkpoint / VELORA_FILE)

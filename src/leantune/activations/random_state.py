@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
 
 _STATE_BYTES = {"cpu": 5056, "cuda": 16}
 
@@ -49,6 +50,18 @@ def drawing_from(state: Tensor, device: torch.device) -> Iterator[None]:
         yield
     finally:
         generator.set_state(before)
+
+
+def dropped_from(state: Tensor, x: Tensor, p: float) -> Tensor:
+    """``functional.dropout(x, p, training=True)`` with the mask that was drawn after ``state``: dropout is linear, so
+    its gradient is the same dropout of a gradient."""
+    with drawing_from(state, x.device):
+        return functional.dropout(x, p, training=True)
+
+
+def mask_bytes(x: Tensor) -> int:
+    """Bytes of the mask that torch's own dropout of ``x`` keeps: one an element on CUDA, else an element's own size."""
+    return x.numel() * (1 if x.device.type == "cuda" else x.element_size())
 
 
 def _generator(device: torch.device) -> torch.Generator:
