@@ -12,9 +12,10 @@ from training.tiny_runs import tiny_config, without_pictures, write_rows
 from typer.testing import CliRunner
 
 from leantune.cli import command_line, main
-from leantune.errors import NotEnoughRoomError
+from leantune.errors import ConfigError, NotEnoughRoomError
 from leantune.memory.budget.model_files import read_sizes
 from leantune.training.config import build_config
+from leantune.training.data.batch_order import LongestFirst
 from leantune.training.planning.auto import ADAPTER_RATES, FULL_RATES, before_the_data
 from leantune.training.planning.need import closed_form
 from leantune.training.planning.settings import batch_shape, settings_of
@@ -78,6 +79,19 @@ def test_keys_that_were_set_stay(tiny_model_path: str, tmp_path: Path) -> None:
     assert data.recipe is not None and config.method == "full"
     assert {key: getattr(config, key) for key in given} == given
     assert data.recipe.lines[-1].startswith("you set: dataset, learning_rate, max_length, model_name_or_path, optim")
+
+
+def test_a7_auto_takes_the_longest_rows_first_and_other_runs_keep_the_trainers_order(
+    tiny_model_path: str, tmp_path: Path
+) -> None:
+    rows = write_rows(tmp_path, 24)
+    for more, ordered in (({}, True), ({"longest_first": False}, False), ({"method": "full"}, False)):
+        made = build_config(facts(tiny_model_path, rows, tmp_path / "out", "1GiB", **more))
+        config, tokenizer, data = load_rows(made)
+        trainer = build_trainer(config, load_model(config), tokenizer, data)
+        assert config.longest_first == isinstance(trainer._get_train_sampler(), LongestFirst) == ordered
+    with pytest.raises(ConfigError, match="longest_first orders whole rows"):
+        build_config(facts(tiny_model_path, rows, tmp_path / "out", "1GiB", longest_first=True, packing=True))
 
 
 def test_without_a_budget_on_a_cpu_auto_is_full(tiny_model_path: str, tmp_path: Path) -> None:

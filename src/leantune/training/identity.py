@@ -13,7 +13,7 @@ from leantune.training.data.load import PreparedData
 
 IDENTITY_FILE = "run_identity.json"
 _SETTINGS = (
-    "method", "optim", "dtype", "bf16", "max_length", "packing", "per_device_train_batch_size",
+    "method", "longest_first", "optim", "dtype", "bf16", "max_length", "packing", "per_device_train_batch_size",
     "gradient_accumulation_steps", "seed", "fused", "accumulate", "clip_mode", "max_grad_norm", "carry_rank",
     "momentum_planes", "block_size", "rounding", "master_bits", "velora_target_modules", "velora_num_groups",
     "velora_factored", "velora_refresh_every", "lora_r",

@@ -27,7 +27,7 @@ _UNUSED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "se
 class LeanTrainer(SFTTrainer):
     """Trains on already tokenised rows. ``lean`` is the run's config, ``velora`` the handle of its projection, if any;
     ``exact_loss``: the loss is computed without logits. Exact savings are in the model already. ``lengths``: the tokens
-    of each training row, where they are known: the longest then come first."""
+    of each training row, where they are known, for ``longest_first``."""
 
     def __init__(
         self,
@@ -78,10 +78,10 @@ class LeanTrainer(SFTTrainer):
             raise ConfigError(f"- gradient_checkpointing: {error}") from error
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        """Rows in a random order, the longest in the first step; steps of rows of like length where they are
-        wanted. Any other order is transformers'."""
+        """With ``longest_first`` rows in a random order, the longest in the first step; steps of rows of like length
+        where they are wanted. Any other order is transformers'."""
         strategy = str(self.args.train_sampling_strategy)
-        if self._lengths is None or strategy not in ("random", "group_by_length"):
+        if not self.lean.longest_first or self._lengths is None or strategy not in ("random", "group_by_length"):
             return super()._get_train_sampler(train_dataset)
         rows = self.args.train_batch_size * self.args.world_size * self.args.gradient_accumulation_steps
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed

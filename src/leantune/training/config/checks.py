@@ -166,6 +166,11 @@ def _wrong_data(c: TrainConfig) -> list[str]:
             )
         if not all(0 < weight < float("inf") for weight in c.dataset_weights):
             found.append(f"dataset_weights is {list(c.dataset_weights)}; each must be above 0")
+    if c.longest_first and (c.packing or c.streaming):
+        found.append(
+            f"longest_first orders whole rows that are known, and {'packing' if c.packing else 'streaming'} is on; "
+            "leave it out"
+        )
     if c.streaming:
         found += _wrong_stream(c)
     return found

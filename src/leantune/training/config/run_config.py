@@ -67,6 +67,9 @@ class TrainConfig:
     lora_target_modules: tuple[str, ...] | str = "all-linear"
     dataset_weights: tuple[float, ...] | None = None
     """How often an epoch takes the rows of each dataset of a list: 2 is twice, 0.5 is half of them. None: once."""
+    longest_first: bool = False
+    """The longest rows in the first step, so that a run which does not fit ends there; the other rows in random order.
+    False: the order of transformers' own trainer. ``method: auto`` turns it on."""
     streaming: bool = False
     """Read and tokenise rows while training asks for them; needs max_steps."""
     bnb_4bit_quant_type: str = "nf4"

@@ -77,6 +77,9 @@ def settled(config: TrainConfig, data: PreparedData) -> tuple[TrainConfig, Recip
             f"rows differ in length: random batches would be {100 * (waste - 1):.0f} % padding on top of them, so "
             "batches are made of rows of like length (train_sampling_strategy: group_by_length)"
         )
+    ordered = not (chosen.packing or chosen.streaming or data.lengths is None)
+    if ordered and not (config.given is not None and "longest_first" in config.given):
+        chosen = dataclasses.replace(chosen, longest_first=True)
     return dataclasses.replace(chosen, extra=extra, notes=tuple(notes), learning_rate=rate), recipe
 
 
