@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -149,8 +150,9 @@ def test_p3_resuming_in_a_process_of_its_own_needs_no_more_than_training(tiny_mo
 def test_the_command_profiles_a_config(tiny_model_path: str, tmp_path: Path) -> None:
     run = config(tiny_model_path, tmp_path)
     (tmp_path / "run.yaml").write_text(run.to_yaml())
-    ended = subprocess.run(["leantune", "profile", str(tmp_path / "run.yaml")], capture_output=True, text=True)
+    leantune = Path(sys.executable).with_name("leantune")
+    ended = subprocess.run([leantune, "profile", str(tmp_path / "run.yaml")], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert "steady step" in ended.stdout
-    wrong = subprocess.run(["leantune", "profile", "--modle", "x"], capture_output=True, text=True)
+    wrong = subprocess.run([leantune, "profile", "--modle", "x"], capture_output=True, text=True)
     assert wrong.returncode == 2

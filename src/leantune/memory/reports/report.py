@@ -11,7 +11,7 @@ from typing import Any
 from leantune.memory.parts import LABELS, PARTS
 from leantune.memory.reports.plots import COLOURS, memory_svg
 from leantune.memory.reports.profile import MemoryProfile, difference
-from leantune.memory.reports.stages import STAGE_LABELS, STEP, TOTAL, StageMeasurement
+from leantune.memory.reports.stages import STAGE_LABELS, STEP, TOTAL, StageMeasurement, StageRow
 from leantune.memory.sizes import format_bytes
 
 MODULES_SHOWN = 16
@@ -143,12 +143,20 @@ def _plan_tables(profile: MemoryProfile) -> list[tuple[str, list[dict[str, str]]
     """(stage, its rows as text) of every stage that was planned."""
     tables: dict[str, list[dict[str, str]]] = {}
     planned = {row.stage for row in profile.rows if row.planned is not None}
+    totals = {row.stage: max(row.planned or 0, row.measured or 0) for row in profile.rows if row.part == TOTAL}
     for row in profile.rows:
         if row.stage in planned:
             name = "total" if row.part == TOTAL else LABELS[row.part]
             values = {"part": row.part, "name": name, "planned": _text(row.planned), "measured": _text(row.measured)}
-            tables.setdefault(STAGE_LABELS[row.stage], []).append({**values, "difference": difference(row)})
+            tables.setdefault(STAGE_LABELS[row.stage], []).append(
+                {**values, "difference": _told(row, totals[row.stage])}
+            )
     return list(tables.items())
+
+
+def _told(row: StageRow, total: int) -> str:
+    """The difference in percent, where the part is a hundredth of its stage or more."""
+    return difference(row) if 100 * max(row.planned or 0, row.measured or 0) >= total else ""
 
 
 def _picture(profile: MemoryProfile, size: tuple[float, float]) -> Any:

@@ -85,18 +85,18 @@ class StageRow:
 
 
 Planned = Mapping[str, Mapping[str, int]]
-"""{stage: {part or "total": bytes}}; parts at most as large as ever in that stage."""
+"""{stage: {part or "total": bytes}}; parts as large as at the stage's peak."""
 
 
 def stage_rows(planned: Planned, measured: Sequence[StageMeasurement]) -> list[StageRow]:
-    """Plan and measurement side by side: for each stage its parts' own peaks, then its total."""
+    """Plan and measurement side by side: for each stage its parts at its peak, then the total."""
     found = {stage.stage: stage for stage in measured}
     rows: list[StageRow] = []
     for stage in STAGES:
         plan, got = planned.get(stage), found.get(stage)
         if plan is None and got is None:
             continue
-        peaks = None if got is None else {**(got.part_peaks or got.parts), TOTAL: got.peak_bytes}
+        peaks = None if got is None else {**got.parts, TOTAL: got.peak_bytes}
         rows.extend(_rows_of(stage, plan, peaks))
     return rows
 

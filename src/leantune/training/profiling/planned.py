@@ -53,7 +53,7 @@ class PlannedRun:
             found[LOAD] = self._loading(found[LOAD], stages[LOAD].parts[ADAPTERS])
             found[RESUME] = max((found[name] for name in (RESUME, FIRST_STEP, STEP)), key=lambda parts: parts[TOTAL])
         if self.step is not None:
-            found[STEP] = {**self.step.parts, TOTAL: self.step.total}
+            found[STEP] = {**self.step.at_peak, TOTAL: self.step.total}
         return found
 
     def _loading(self, parts: dict[str, int], adapters: int) -> dict[str, int]:
