@@ -1,7 +1,8 @@
 """merge: the model read back from disk has the logits of base and adapter; what fails leaves nothing behind."""
 
-import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -134,14 +135,13 @@ def test_p12_a_write_that_fails_leaves_nothing(
 
 def test_p12_a_killed_merge_does_not_stand_under_the_name_of_a_whole_one(tiny_model_path: str, tmp_path: Path) -> None:
     adapter = saved_adapter(tiny_model_path, tmp_path / "adapter")
-    pid = os.fork()
-    if not pid:
-        merge_module._reloaded_logits = lambda *rest: os._exit(9)  # everything is written, nothing checked
-        try:
-            merged(adapter, tmp_path / "merged")
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+    program = f"""
+import os
+from leantune.training.saved import merge
+merge._reloaded_logits = lambda *rest: os._exit(9)  # everything is written, nothing checked
+merge.merge({adapter!r}, {str(tmp_path / "merged")!r}, dtype="float32")
+"""
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True).returncode == 9
     assert (tmp_path / ".merging-merged" / "model.safetensors").exists() and not (tmp_path / "merged").exists()
     merged(adapter, tmp_path / "merged")
     assert not (tmp_path / ".merging-merged").exists()

@@ -155,8 +155,8 @@ def test_lora_trains_adapters_alone(tiny_model_path: str, rows: str, tmp_path: P
 @pytest.mark.usefixtures("no_pictures")
 def test_an_old_run_is_not_overwritten_and_a_budget_is_held(tiny_model_path: str, rows: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(NotEnoughRoomError, match="memory_budget is 1MiB"):
-        train(config(tiny_model_path, rows, out, memory_budget="1MiB", method="full"), console=QUIET)
+    with pytest.raises(NotEnoughRoomError, match="memory_budget is 100KiB"):
+        train(config(tiny_model_path, rows, out, memory_budget="100KiB", method="full"), console=QUIET)
     train(config(tiny_model_path, rows, out, max_steps=3), console=QUIET)
     with pytest.raises(ConfigError, match="resume: true"):
         train(config(tiny_model_path, rows, out, max_steps=3), console=QUIET)
