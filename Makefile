@@ -1,4 +1,5 @@
 # `make demo` and `make test` each set up what they need (the environment in .venv) and then do their job.
+# Tests run in a process a core, with one thread each.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,10 +11,10 @@ demo: $(SETUP)
 	$(BIN)/leantune demo $(ARGS)
 
 test: $(SETUP) lint
-	$(BIN)/python -m pytest -q $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist loadfile $(ARGS)
 
 test-slow: $(SETUP)
-	$(BIN)/python -m pytest -q -m slow $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist loadfile -m slow $(ARGS)
 
 lint: $(SETUP)
 	$(BIN)/ruff check .
