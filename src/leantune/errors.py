@@ -53,3 +53,12 @@ class NotEnoughRoomError(LeantuneError, RuntimeError):
     """Memory or disk would not hold what is to be made. Raised before anything is loaded or written."""
 
     exit_code = 3
+
+
+class StoppedError(LeantuneError, RuntimeError):
+    """A run was told to stop by a signal (SIGINT, SIGTERM); its checkpoint is written. The command ends with 128
+    plus the ``number`` of the signal, as a shell reports it."""
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + int(number)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -30,6 +29,9 @@ from leantune.training.identity import check_identity, write_identity
 from leantune.training.log import RunLog
 from leantune.training.moved import MovedShare
 from leantune.training.optimizers import build_optimizer, plain_optimizer
+from leantune.training.parallel.processes import join_processes
+from leantune.training.parallel.shards import spread
+from leantune.training.parallel.stop import StopOnSignal
 from leantune.training.pretrained import load_tokenizer, model_limits
 from leantune.training.progress import ProgressBar
 from leantune.training.quantised_base import check_bitsandbytes, check_trainable, quantisation, settle
@@ -64,7 +66,8 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     """
     console = console or Console()
     output = Path(config.output_dir)
-    _refuse_more_than_one_process()
+    processes = join_processes(config)
+    console = processes.console(console)
     _refuse_missing_trackers(config)
     check_bitsandbytes(config)
     resume_from = _checkpoint_to_resume(config, output)
@@ -73,51 +76,56 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
         check_identity(config, data, output)
     finished = resume_from is not None and _only_the_model_is_missing(config, resume_from, output)
     loaded = load_model(config)
+    spread(loaded.model, processes, resume_from)
     trainer, velora = build_trainer(config, loaded, tokenizer, data), loaded.velora
     if resume_from is not None and velora is not None:
         velora.load(resume_from / VELORA_FILE)
     plan = plan_of_run(config, trainer, data)
     header(console, config, trainer, data, plan, loaded.savings)
     _hold_against_budget(config, plan)
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "leantune_config.yaml").write_text(config.to_yaml(), encoding="utf-8")
-    write_identity(config, data, output)
-    data.report.write_dropped(output)
+    reports = processes.folder(output)
+    reports.mkdir(parents=True, exist_ok=True)
+    (reports / "leantune_config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    write_identity(config, data, reports)
+    data.report.write_dropped(reports)
     if plan is not None:
-        plan.save(output)
+        plan.save(reports)
     moved = MovedShare()
-    log = RunLog(output, moved, append=resume_from is not None)
-    probe, bar = _MemoryProbe(trainer), ProgressBar(console)
+    log = RunLog(reports, moved, append=resume_from is not None)
+    probe, bar, stop = _MemoryProbe(trainer), ProgressBar(console), StopOnSignal(processes)
     trainer.remove_callback(PrinterCallback)
-    for callback in (moved, log, probe, bar):
+    for callback in (moved, log, probe, bar, stop):
         trainer.add_callback(callback)
     if resume_from is None and velora is not None and config.velora_min_cosine is not None:
         console.print(exact_where_poor(trainer, velora, config.velora_min_cosine), highlight=False)
         plan = plan_of_run(config, trainer, data)  # of what is left of VeLoRA
         _hold_against_budget(config, plan)
         if plan is not None:
-            plan.save(output)
+            plan.save(reports)
     before = trainer.held_out_loss()
     start = time.perf_counter()
+    stop.listen()
     try:
         if finished:
             trainer._load_from_checkpoint(str(resume_from))
         else:
             trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
     finally:
+        stop.remove()
         probe.stop()
         bar.stop()
         if trainer.attached is not None:
             trainer.attached.remove()
     seconds = time.perf_counter() - start - probe.seconds
+    stop.raise_if_stopped(trainer)
     after = trainer.held_out_loss()
     trainer.save_whole(output)
     timeline = probe.timeline
     if timeline is not None:
-        (output / "memory_profile.json").write_text(json.dumps(timeline.to_json()) + "\n", encoding="utf-8")
-        plot_memory(timeline, output / "memory.png", plan_total=plan.total if plan else None)
-    log.plot(output / "loss.png", before, after)
-    tokens = trainer.tokens_seen - probe.tokens
+        (reports / "memory_profile.json").write_text(json.dumps(timeline.to_json()) + "\n", encoding="utf-8")
+        plot_memory(timeline, reports / "memory.png", plan_total=plan.total if plan else None)
+    log.plot(reports / "loss.png", before, after)
+    tokens = processes.total(trainer.tokens_seen - probe.tokens)
     result = TrainResult(
         model=trainer.accelerator.unwrap_model(trainer.model),
         tokenizer=tokenizer,
@@ -131,7 +139,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
         velora=velora.report() if velora else None,
         log=log.rows,
     )
-    write_summary(config, result)
+    write_summary(config, result, reports)
     summary(console, config, result)
     return result
 
@@ -168,14 +176,6 @@ def load_model(config: TrainConfig) -> LoadedModel:
         if velora is not None:
             velora.use_fp32_products()
     return LoadedModel(model, savings, velora)
-
-
-def _refuse_more_than_one_process() -> None:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError(
-            f"- this was launched as {os.environ['WORLD_SIZE']} processes, and this release trains in one: gradients "
-            "would not be reduced over them and the copies would drift apart. Start it with plain `leantune train`"
-        )
 
 
 def _refuse_missing_trackers(config: TrainConfig) -> None:
@@ -298,6 +298,7 @@ def build_trainer(config: TrainConfig, loaded: LoadedModel, tokenizer: Any, data
         "prediction_loss_only": True,
         "disable_tqdm": True,
         "data_seed": config.seed,
+        "accelerator_config": {"dispatch_batches": False},
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "activation_checkpointing": config.gradient_checkpointing,
         "activation_checkpointing_kwargs": {

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -66,7 +67,7 @@ def header(
     packed = ", packed" if config.packing else ""
     rows = "rows read as they are needed" if data.rows is None else f"{data.rows:,} rows to train on"
     table.add_row("data", f"{rows}, {held:,} held out, longest {data.longest} tokens{packed}")
-    table.add_row("device", f"{trainer.args.device}, one a process")
+    table.add_row("device", f"{trainer.args.device}, one a process{trainer.processes.described(config)}")
     console.print(table)
     for note in [*config.notes, *data.notes]:
         console.print(f"note: {note}", highlight=False)
@@ -119,8 +120,8 @@ def _computed_in(config: TrainConfig, weights: Counter[str]) -> str:
     return f"{dense}; 4-bit weights in {str(compute_dtype(config)).removeprefix('torch.')}"
 
 
-def write_summary(config: TrainConfig, result: "TrainResult") -> None:
-    """summary.json and summary.md in the output folder: the figures that `summary` prints. Sizes in bytes."""
+def write_summary(config: TrainConfig, result: "TrainResult", folder: Path) -> None:
+    """summary.json and summary.md in ``folder``: the figures that `summary` prints. Sizes in bytes."""
     figures = {
         "model": config.model_name_or_path,
         "method": config.method,
@@ -140,13 +141,13 @@ def write_summary(config: TrainConfig, result: "TrainResult") -> None:
         "memory_by_part_at_peak": result.memory_by_part,
         "velora_saved_bytes": result.velora.saved_bytes if result.velora else None,
     }
-    (result.output_dir / "summary.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    (folder / "summary.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     lines = ["# leantune run", "", "| | |", "|---|---|"]
     lines += [f"| {key.replace('_', ' ')} | {value} |" for key, value in figures.items() if not isinstance(value, dict)]
     if result.memory_by_part:
         lines += ["", "Memory of one measured step, at its peak:", "", "| part | bytes |", "|---|---:|"]
     lines += [f"| {LABELS.get(part, part)} | {size:,} |" for part, size in result.memory_by_part.items() if size]
-    (result.output_dir / "summary.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (folder / "summary.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def summary(console: Console, config: TrainConfig, result: "TrainResult") -> None:
