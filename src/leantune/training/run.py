@@ -30,6 +30,7 @@ from leantune.training.log import RunLog
 from leantune.training.moved import MovedShare
 from leantune.training.optimizers import build_optimizer, plain_optimizer
 from leantune.training.parallel.processes import join_processes
+from leantune.training.parallel.rank_plan import hold_rank_against_budget
 from leantune.training.parallel.shards import spread
 from leantune.training.parallel.stop import StopOnSignal
 from leantune.training.pretrained import load_tokenizer, model_limits
@@ -83,6 +84,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     plan = plan_of_run(config, trainer, data)
     header(console, config, trainer, data, plan, loaded.savings)
     _hold_against_budget(config, plan)
+    hold_rank_against_budget(config, data, processes, console)
     reports = processes.folder(output)
     reports.mkdir(parents=True, exist_ok=True)
     (reports / "leantune_config.yaml").write_text(config.to_yaml(), encoding="utf-8")
@@ -353,8 +355,10 @@ def _transformers_bound(config: TrainConfig) -> float:
 
 
 def plan_of_run(config: TrainConfig, trainer: LeanTrainer, data: PreparedData) -> Plan | None:
-    """The plan for the largest batch of the run. Transformers' own optimizers allocate where no plan can look: none
-    then."""
+    """The plan for the largest batch of the run, None of a sharded one. Transformers' own optimizers allocate where no
+    plan can look: none then."""
+    if trainer.sharded:
+        return None  # planned in closed form (`hold_rank_against_budget`): a step on fake tensors has no shards
     optimizer: Any = trainer.optimizer
     if optimizer is None:
         try:
@@ -416,6 +420,8 @@ class _MemoryProbe(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Start before the second step."""
         first = self._first = state.global_step if self._first is None else self._first
+        if self._trainer.sharded:
+            return  # the tracker counts tensors of one process, and knows no shards
         if self.timeline is None and state.global_step == min(first + 1, state.max_steps - 1):
             optimizer: Any = self._trainer.optimizer
             self._start, self._tokens = time.perf_counter(), self._trainer.tokens_seen
