@@ -62,3 +62,11 @@ class StoppedError(LeantuneError, RuntimeError):
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
         self.exit_code = 128 + int(number)
+
+
+class LaunchError(LeantuneError, RuntimeError):
+    """Processes that were started for a run did not all come to its end. The command ends with ``exit_code``."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader
 from transformers.trainer_utils import set_seed
 from trl import SFTTrainer
@@ -47,7 +47,7 @@ class SpreadTrainer(SFTTrainer):
     def average_gradients(self, model: nn.Module) -> None:
         """After the last micro-batch of an ordinary backward: every process gets the mean of all gradients. FSDP2 has
         done this already."""
-        whole = [param for param in model.parameters() if param.requires_grad and not is_sharded(param)]
+        whole: list[Tensor] = [param for param in model.parameters() if param.requires_grad and not is_sharded(param)]
         if self.processes.size == 1 or not whole or not self.accelerator.sync_gradients:
             return
         grads = {param: param.grad for param in whole if param.grad is not None}
@@ -71,7 +71,7 @@ class SpreadTrainer(SFTTrainer):
         for turn, batch in zip(turns, loader, strict=True):
             yield batch, turn < len(every)
         if self.sharded:
-            reshard(self.model)
+            reshard(self._module)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ class SpreadTrainer(SFTTrainer):
             os.makedirs(place, exist_ok=True)  # shards follow, with the optimizer's
             return
         adapters = hasattr(self.model, "peft_config")
-        state = gathered(self.model, self.processes.first, adapters)
+        state = gathered(self._module, self.processes.first, adapters)
         if self.processes.first:
             self._save(place, state_dict=state)
 
@@ -141,14 +141,15 @@ class SpreadTrainer(SFTTrainer):
         if not self.sharded:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        save_sharded(Path(output_dir), self.model, self._plain_optimizer)
+        save_sharded(Path(output_dir), self._module, self._plain_optimizer)
         if self.processes.first:
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
+            scheduler: Any = self.lr_scheduler
+            torch.save(scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder = Path(resume_from_checkpoint)
         if is_sharded_checkpoint(folder):
-            load_sharded_model(folder, self.model)
+            load_sharded_model(folder, self._module)
         elif not self.sharded:  # a whole model was loaded before it was cut
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -156,7 +157,7 @@ class SpreadTrainer(SFTTrainer):
         if checkpoint is None or not is_sharded_checkpoint(Path(checkpoint)):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        load_sharded_optimizer(Path(checkpoint), self.model, self._plain_optimizer)
+        load_sharded_optimizer(Path(checkpoint), self._module, self._plain_optimizer)
         scheduler: Any = self.lr_scheduler
         scheduler.load_state_dict(torch.load(os.path.join(checkpoint, "scheduler.pt"), weights_only=True))
 
@@ -200,6 +201,11 @@ class SpreadTrainer(SFTTrainer):
     def _plain_optimizer(self) -> Any:
         optimizer: Any = self.optimizer
         return getattr(optimizer, "optimizer", optimizer)
+
+    @property
+    def _module(self) -> nn.Module:
+        model: Any = self.model
+        return model
 
     @property
     def _folder(self) -> Path:
