@@ -6,6 +6,7 @@ torchrun --nproc_per_node 2 train_runs.py FOLDER CASE...
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,9 +14,11 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 
+from leantune.errors import NonFiniteError
 from leantune.training.config import build_config
 from leantune.training.log import RunLog
 from leantune.training.run import TrainResult, train
+from leantune.training.trainer import LeanTrainer
 
 STEPS, ROWS_A_STEP = 4, 8
 RULE = {"optim": "adamw", "clip": "global"}
@@ -42,6 +45,7 @@ CASES: dict[str, dict[str, object]] = {
     "fsdp2_autocast": {"parallel": "fsdp2", "bf16": True},
     "ddp_ternary": TERNARY,
     "fsdp2_ternary": {"parallel": "fsdp2", **TERNARY},
+    "not_finite": {},
 }
 
 
@@ -76,9 +80,34 @@ def same_everywhere(result: TrainResult) -> None:
             assert all(torch.equal(everybody[0], other) for other in everybody), name
 
 
+def not_finite_on_one(folder: Path) -> None:
+    """The loss of process 1 is not a number in its third step: both stop there, nothing moved."""
+    ours = LeanTrainer.compute_loss
+
+    def compute_loss(self: LeanTrainer, *arguments: Any, **more: Any) -> Tensor:
+        loss = ours(self, *arguments, **more)
+        return loss * float("nan") if self.state.global_step == 2 and dist.get_rank() == 1 else loss
+
+    LeanTrainer.compute_loss = compute_loss  # type: ignore[method-assign]
+    try:
+        run(folder, "not_finite", 2)
+    except NonFiniteError as error:
+        assert "step 3" in str(error) and "nothing was updated" in str(error)
+        assert ("another process" in str(error)) == (dist.get_rank() == 0)
+    else:
+        raise AssertionError("training went on")
+    finally:
+        LeanTrainer.compute_loss = ours  # type: ignore[method-assign]
+
+
 def main(folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     for name in names:
+        if name == "not_finite":
+            not_finite_on_one(folder)
+            if dist.get_rank() == 0:
+                print(f"done: {name}", flush=True)
+            continue
         result = run(folder, name, int(os.environ["WORLD_SIZE"]))
         same_everywhere(result)
         assert result.held_out_before is not None and result.held_out_after is not None

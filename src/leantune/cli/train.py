@@ -42,6 +42,8 @@ def train(
     if processes is not None:
         launch(processes, passed, config.output_dir)
         return
+    from leantune.training.parallel.processes import leave_processes
     from leantune.training.run import train as run
 
     run(config)
+    leave_processes()

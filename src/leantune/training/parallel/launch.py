@@ -78,7 +78,8 @@ def launch(processes: int, arguments: Sequence[str], output_dir: str) -> None:
         except ChildFailedError as failed:
             codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
             rank = _root(codes, failed.get_first_failure()[0])
-            raise _failure(rank, codes[rank], _last_words(Path(logs), rank), output_dir) from None
+            words = _last_words(Path(logs), rank) if codes[rank] > 0 else ""
+            raise _failure(rank, codes[rank], words, output_dir) from None
 
 
 def going_on(output_dir: str) -> str:

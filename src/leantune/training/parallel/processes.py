@@ -102,6 +102,12 @@ def join_processes(config: TrainConfig) -> Processes:
     return Processes(kind, dist.get_rank(), dist.get_world_size())
 
 
+def leave_processes() -> None:
+    """Take leave of the others, at the end of a run that went well."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def current_processes(sharded: bool) -> Processes:
     """The processes that have been joined; ``sharded``: whether this one holds shards of its parameters."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
