@@ -1,5 +1,7 @@
 """Whole runs in two processes equal one process with the same rows a step; they stop, resume and end together."""
 
+import functools
+import json
 import os
 import shutil
 import signal
@@ -14,7 +16,6 @@ import torch
 import train_runs
 from processes import torchrun
 from safetensors.torch import load_file
-from tiny_runs import write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 SCRIPT = Path(train_runs.__file__)
@@ -28,7 +29,8 @@ def folder(tiny_model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Pa
     place = tmp_path_factory.mktemp("processes")
     AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32).save_pretrained(place / "model")
     AutoTokenizer.from_pretrained(tiny_model_path).save_pretrained(place / "model")
-    write_rows(place, 40)
+    texts = [f"Row {number} says {number * 7 % 11} and {'x' * (number % 5)}." for number in range(40)]
+    (place / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return place
 
 
@@ -63,13 +65,13 @@ def test_g4_every_kind_of_run_trains_in_two_processes_as_in_one(folder: Path) ->
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-def command(folder: Path, output: str, processes: int, *flags: str) -> list[str]:
+def command(folder: Path, output: str, processes: int, *flags: str, optim: str = "ternary_adamw") -> list[str]:
     """leantune train of 40 steps with 4 rows each, a checkpoint every 10."""
     given = {
         "model_name_or_path": folder / "model", "dataset": folder / "rows.jsonl", "output_dir": folder / output,
         "dtype": "float32", "learning_rate": 1e-3, "max_length": 64, "max_steps": 40, "num_train_epochs": 10,
         "save_steps": 10, "logging_steps": 10, "per_device_train_batch_size": 4 // processes,
-        "optim": "ternary_adamw", "carry_rank": 0,
+        "optim": optim,
     }  # fmt: skip
     pairs = [part for key, value in given.items() for part in (f"--{key}", str(value))]
     spread = ["--nproc_per_node", str(processes)] if processes > 1 else []
@@ -131,15 +133,17 @@ def test_a_signal_to_any_process_saves_on_all(folder: Path, kind: str, rank: int
 
 @pytest.mark.slow
 def test_a_run_saved_by_two_processes_goes_on_in_one_and_in_four(folder: Path) -> None:
-    for kind in ("ddp", "fsdp2"):
+    run = functools.partial(command, folder, optim="adamw")  # exact states: what is lost on the way shows
+    for kind, other in (("ddp", "fsdp2"), ("fsdp2", "ddp")):
         saved = folder / f"two-{kind}"
-        assert finish(command(folder, saved.name, 2, "--parallel", kind, "--save_total_limit", "10")).returncode == 0
-        for processes, other in ((1, kind), (4, kind), (2, "fsdp2" if kind == "ddp" else "ddp")):
+        keep = ("--save_total_limit", "10")
+        assert finish(run(saved.name, 2, "--parallel", kind, *keep)).returncode == 0
+        for processes, spread in ((1, kind), (4, kind), (2, other)):
             place = folder / f"{kind}-goes-on-{processes}"
             place.mkdir()
             for name in ("leantune_config.yaml", "run_identity.json", "log.jsonl"):
                 shutil.copy(saved / name, place)
             shutil.copytree(saved / "checkpoint-20", place / "checkpoint-20")
-            again = finish(command(folder, place.name, processes, "--parallel", other, "--resume"))
+            again = finish(run(place.name, processes, "--parallel", spread, "--resume"))
             assert again.returncode == 0, again.stderr[-3000:]
-            assert_alike(weights(folder, place.name), weights(folder, saved.name), 2e-3)
+            assert_alike(weights(folder, place.name), weights(folder, saved.name), 1e-4)

@@ -32,9 +32,11 @@ CASES: dict[str, dict[str, object]] = {
     "ddp_accumulated": {"accumulate": "float32", "gradient_accumulation_steps": 2},
     "ddp_packed": {"packing": True, "max_length": 48},
     "ddp_checkpointed": {"gradient_checkpointing": True},
+    "ddp_streamed": {"streaming": True, "eval_split": None, "eval_dataset": "rows.jsonl"},
     "ddp_lora": LORA,
     "ddp_velora": {"velora_target_modules": ["down_proj"], "velora_num_groups": 8},
     "ddp_factored": {"velora_target_modules": ["down_proj"], "velora_num_groups": 8, "velora_factored": True},
+    "ddp_taco": {"optim": "taco_one_sparse"},
     "fsdp2_ordinary": {"parallel": "fsdp2", "fused_backward": False},
     "fsdp2_logits": {"parallel": "fsdp2", "exact_savings": False},
     "fsdp2_per_tensor": {"parallel": "fsdp2", "clip": "per_tensor"},
@@ -59,6 +61,8 @@ def run(folder: Path, name: str, processes: int, **more: object) -> TrainResult:
     }  # fmt: skip
     micro_batches = int(str(values.get("gradient_accumulation_steps", 1)))
     values["per_device_train_batch_size"] = ROWS_A_STEP // processes // micro_batches
+    if "eval_dataset" in values:
+        values["eval_dataset"] = str(folder / str(values["eval_dataset"]))
     if processes == 1:
         values.pop("parallel", None)
     values = {key: value for key, value in values.items() if value is not None}

@@ -31,7 +31,7 @@ from leantune.training.moved import MovedShare
 from leantune.training.optimizers import build_optimizer, plain_optimizer
 from leantune.training.parallel.processes import join_processes
 from leantune.training.parallel.rank_plan import hold_rank_against_budget
-from leantune.training.parallel.shards import spread
+from leantune.training.parallel.shards import load_spread
 from leantune.training.parallel.stop import StopOnSignal
 from leantune.training.pretrained import load_tokenizer, model_limits
 from leantune.training.progress import ProgressBar
@@ -76,8 +76,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     if resume_from is not None:
         check_identity(config, data, output)
     finished = resume_from is not None and _only_the_model_is_missing(config, resume_from, output)
-    loaded = load_model(config)
-    spread(loaded.model, processes, resume_from)
+    loaded = load_spread(lambda: load_model(config), processes, resume_from)
     trainer, velora = build_trainer(config, loaded, tokenizer, data), loaded.velora
     if resume_from is not None and velora is not None:
         velora.load(resume_from / VELORA_FILE)

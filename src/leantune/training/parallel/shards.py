@@ -1,11 +1,11 @@
 """FSDP2: a causal language model cut by rows over the processes, and put together again."""
 
+from collections.abc import Callable
 from pathlib import Path
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from leantune.backward.reduction import replicate
@@ -16,37 +16,51 @@ from leantune.training.parallel.sharded_checkpoint import is_sharded_checkpoint
 if TYPE_CHECKING:
     from leantune.training.parallel.processes import Processes
 
+L = TypeVar("L", bound="Loaded")
 LOSS = "_leantune_loss"
 """The method of a sharded model in which the loss without logits is computed: as in its forward, FSDP2 has gathered
 what lies outside of the blocks, the head too."""
 
 
-def spread(model: nn.Module, processes: "Processes", resume_from: Path | None) -> None:
-    """Give every process its part of ``model``, in place: the weights of the first one, or rows of them.
+class Loaded(Protocol):
+    """What was loaded: ``model`` is what is spread."""
 
-    ``resume_from``: a checkpoint that one process could read is loaded into a model before that is cut.
+    @property
+    def model(self) -> Any: ...
+
+
+def load_spread(load: Callable[[], L], processes: "Processes", resume_from: Path | None) -> L:
+    """What ``load`` gives, every process with its part of the model: the weights of the first one, or rows of them.
+
+    Models to be cut are loaded one process after another, so that the host holds one whole at a time. ``resume_from``:
+    a checkpoint that one process could read is loaded into a model before that is cut.
     """
-    if processes.kind == "none":
-        return
-    if processes.kind == "fsdp2" and resume_from is not None and not is_sharded_checkpoint(resume_from):
-        _load_whole(model, resume_from)
-    from accelerate import PartialState
+    if processes.kind != "fsdp2":
+        loaded = load()
+        if processes.kind == "ddp":
+            if torch.cuda.is_available():
+                loaded.model.to(torch.device("cuda", torch.cuda.current_device()))
+            replicate(loaded.model)
+        return loaded
+    from torch.distributed.device_mesh import init_device_mesh
 
-    if torch.cuda.is_available():
-        model.to(PartialState().device)
-    if processes.kind == "ddp":
-        replicate(model)
-    else:
-        shard(model)
+    mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (processes.size,))
+    for turn in range(processes.size):
+        if turn == processes.rank:
+            loaded = load()
+            if resume_from is not None and not is_sharded_checkpoint(resume_from):
+                _load_whole(loaded.model, resume_from)
+            shard(loaded.model, mesh)
+        processes.wait()
+    return loaded
 
 
-def shard(model: nn.Module) -> None:
-    """Cut the parameters of a causal language model (adapters and all) by rows over all processes, in place: each block
-    is gathered for its forward and its backward, the rest from forward to backward.
+def shard(model: nn.Module, mesh: Any) -> None:
+    """Cut the parameters of a causal language model (adapters and all) by rows over ``mesh``, in place: each block is
+    gathered for its forward and its backward, the rest from forward to backward.
 
     Every process must hold the same weights. Raises ConfigError where the blocks are not known.
     """
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
     from leantune.training.trainer import base_model, summed_loss
@@ -59,7 +73,6 @@ def shard(model: nn.Module) -> None:
             f"- parallel: fsdp2 cuts a model block by block, and {type(inner).__name__} does not say what its blocks "
             "are (_no_split_modules); write parallel: ddp"
         )
-    mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (dist.get_world_size(),))
     for block in blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(inner, mesh=mesh, reshard_after_forward=False)
