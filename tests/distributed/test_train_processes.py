@@ -120,10 +120,10 @@ def test_g4_one_rank_is_killed_and_the_run_goes_on_bit_for_bit(folder: Path, kin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "rank"), [("ddp", 1), ("fsdp2", None)])
-def test_a_signal_to_any_process_saves_on_all(folder: Path, kind: str, rank: int | None) -> None:
-    output = f"stopped-{kind}"
-    arguments = command(folder, output, 2, "--parallel", kind)
+@pytest.mark.parametrize(("kind", "processes", "rank"), [("ddp", 2, 1), ("fsdp2", 2, None), ("ddp", 1, None)])
+def test_a_signal_to_any_process_saves_on_all(folder: Path, kind: str, processes: int, rank: int | None) -> None:
+    output = f"stopped-{kind}-{processes}"
+    arguments = command(folder, output, processes, "--parallel", kind)
     code, said = stopped(arguments, folder / output / "checkpoint-10", signal.SIGTERM, rank)
     assert code == 128 + signal.SIGTERM, said[-3000:]
     assert "stopped by SIGTERM" in said and "--resume goes on from it" in said
@@ -147,3 +147,17 @@ def test_a_run_saved_by_two_processes_goes_on_in_one_and_in_four(folder: Path) -
             again = finish(run(place.name, processes, "--parallel", spread, "--resume"))
             assert again.returncode == 0, again.stderr[-3000:]
             assert_alike(weights(folder, place.name), weights(folder, saved.name), 1e-4)
+
+
+@pytest.mark.slow
+def test_the_example_for_eight_cards_runs_on_two(folder: Path) -> None:
+    given = {
+        "model_name_or_path": folder / "model", "dataset": folder / "rows.jsonl", "output_dir": folder / "example",
+        "max_length": 64, "max_steps": 3, "eval_split": 0.2, "nproc_per_node": 2,
+    }  # fmt: skip
+    pairs = [part for key, value in given.items() for part in (f"--{key}", str(value))]
+    example = Path(__file__).parents[2] / "examples" / "fsdp2_8_cards.yaml"
+    done = finish([sys.executable, "-m", "leantune", "train", str(example), *pairs])
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "each with its rows of every weight" in " ".join(done.stdout.replace("│", " ").split())
+    assert (folder / "example" / "model.safetensors").is_file()
