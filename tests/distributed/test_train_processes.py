@@ -30,7 +30,9 @@ def folder(tiny_model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Pa
     AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32).save_pretrained(place / "model")
     AutoTokenizer.from_pretrained(tiny_model_path).save_pretrained(place / "model")
     texts = [f"Row {number} says {number * 7 % 11} and {'x' * (number % 5)}." for number in range(40)]
-    (place / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    (place / "rows.jsonl").write_text("".join(lines))
+    (place / "held_out.jsonl").write_text("".join(line.replace("Row", "A row") for line in lines[:7]))
     return place
 
 
@@ -126,7 +128,7 @@ def test_a_signal_to_any_process_saves_on_all(folder: Path, kind: str, processes
     arguments = command(folder, output, processes, "--parallel", kind)
     code, said = stopped(arguments, folder / output / "checkpoint-10", signal.SIGTERM, rank)
     assert code == 128 + signal.SIGTERM, said[-3000:]
-    assert "stopped by SIGTERM" in said and "--resume goes on from it" in said
+    assert "stopped by SIGTERM" in said and "goes on from it" in said
     again = finish([*arguments, "--resume"])
     assert again.returncode == 0, again.stderr[-3000:]
 

@@ -32,7 +32,7 @@ CASES: dict[str, dict[str, object]] = {
     "ddp_accumulated": {"accumulate": "float32", "gradient_accumulation_steps": 2},
     "ddp_packed": {"packing": True, "max_length": 48},
     "ddp_checkpointed": {"gradient_checkpointing": True},
-    "ddp_streamed": {"streaming": True, "eval_split": None, "eval_dataset": "rows.jsonl"},
+    "ddp_streamed": {"streaming": True, "eval_split": None, "eval_dataset": "held_out.jsonl"},
     "ddp_lora": LORA,
     "ddp_velora": {"velora_target_modules": ["down_proj"], "velora_num_groups": 8},
     "ddp_factored": {"velora_target_modules": ["down_proj"], "velora_num_groups": 8, "velora_factored": True},
