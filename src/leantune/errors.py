@@ -53,3 +53,20 @@ class NotEnoughRoomError(LeantuneError, RuntimeError):
     """Memory or disk would not hold what is to be made. Raised before anything is loaded or written."""
 
     exit_code = 3
+
+
+class StoppedError(LeantuneError, RuntimeError):
+    """A run was told to stop by a signal (SIGINT, SIGTERM); its checkpoint is written. The command ends with 128
+    plus the ``number`` of the signal, as a shell reports it."""
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + int(number)
+
+
+class LaunchError(LeantuneError, RuntimeError):
+    """Processes that were started for a run did not all come to its end. The command ends with ``exit_code``."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

@@ -98,7 +98,7 @@ def test_every_problem_is_told_at_once() -> None:
         (["--assistant_only_loss"], "assistant turns only"),
         (["--resume_from_checkpoint=x"], "write resume: true"),
         (["--label_smoothing_factor=0.1"], "label smoothing"),
-        (["--fsdp=full_shard"], "more than one process"),
+        (["--fsdp=full_shard"], "write parallel"),
         (["--eval_strategy=steps"], "no held-out rows"),
     ],
 )

@@ -116,12 +116,6 @@ def test_settings_that_would_be_ignored_are_refused_before_the_model_loads(tmp_p
         train(config("there is no such model", rows, tmp_path, label_smoothing_factor=0.1), console=QUIET)
 
 
-def test_g4_several_processes_are_refused(tmp_path: Path, rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="2 processes"):
-        train(config("there is no such model", rows, tmp_path), console=QUIET)
-
-
 def test_g9_adams_settings_reach_the_optimizer_or_are_refused(tiny_model_path: str, rows: str, tmp_path: Path) -> None:
     from leantune.training.optimizers import build_optimizer
 

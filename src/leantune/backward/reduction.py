@@ -71,8 +71,8 @@ class Reducer:
             self._adopt_order(self._observed)
             self._observed = None
 
-    def sums(self, sums: Mapping[Tensor, Tensor], dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-        """The same for gradients that were all accumulated before, in ``dtype``."""
+    def sums(self, sums: Mapping[Tensor, Tensor], dtype: torch.dtype | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """The same for gradients that were all accumulated before, in ``dtype`` (None: the parameters')."""
         self.begin(set(sums), True)
         self._waiting.update(sums)
         yield from self._in_turn(dtype)

@@ -16,6 +16,8 @@ leantune train config.yaml --method lora --lora_r 8 --packing
 
 leantune train config.yaml --resume
 
+leantune train config.yaml --nproc_per_node 8 --parallel fsdp2
+
 With memory_budget and no method, how to train is chosen and explained (method: auto). Exit codes: 0 trained, 2 bad
 input, 3 the plan exceeds memory_budget (--force trains all the same).
 """
@@ -31,13 +33,22 @@ def train(
         show_default=False,
     ),
 ) -> None:
-    """Fine-tune a model: all of its parameters (method: full), adapters (lora, qlora), or what fits (auto)."""
-    given = list(arguments or [])
+    """Fine-tune a model: all of its parameters (method: full), adapters (lora, qlora), or what fits (auto). In one
+    process, or with --nproc_per_node in one a GPU; torchrun and accelerate launch work too."""
+    from leantune.training.parallel.launch import launch, take_nproc
+
+    processes, given = take_nproc(arguments or [])
+    passed = list(given)
     path = given.pop(0) if given and not given[0].startswith("--") else None
     # Wrong keys are told before torch and the data libraries are loaded.
     from leantune.training.config import load_config
 
     config = load_config(path, given)
+    if processes is not None:
+        launch(processes, passed, config.output_dir)
+        return
+    from leantune.training.parallel.processes import leave_processes
     from leantune.training.run import train as run
 
     run(config)
+    leave_processes()

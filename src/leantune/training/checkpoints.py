@@ -8,6 +8,7 @@ from pathlib import Path
 
 from leantune.errors import ConfigError
 from leantune.training.config import TrainConfig
+from leantune.training.parallel.sharded_checkpoint import damage_of, is_sharded_checkpoint
 
 VELORA_FILE = "velora.safetensors"
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors")
@@ -33,8 +34,12 @@ def check_checkpoint(folder: Path, config: TrainConfig) -> None:
     refused.
     """
     problems = []
-    names = [*_STATES, _PROGRESS, *([VELORA_FILE] if config.velora_target_modules else [])]
-    if not holds_model(folder):
+    sharded = is_sharded_checkpoint(folder)
+    states = _STATES[1:] if sharded else _STATES
+    names = [*states, _PROGRESS, *([VELORA_FILE] if config.velora_target_modules else [])]
+    if sharded and (damage := damage_of(folder)):
+        problems.append(damage)
+    if not sharded and not holds_model(folder):
         problems.append("the weights are missing (model.safetensors or adapter_model.safetensors)")
     present = [folder / name for name in names if (folder / name).is_file()]
     missing = [name for name in names if folder / name not in present]

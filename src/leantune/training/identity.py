@@ -3,6 +3,7 @@ else."""
 
 import hashlib
 import json
+import math
 from array import array
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from leantune.errors import StateMismatchError
 from leantune.training.config import TrainConfig
 from leantune.training.data.load import PreparedData
+from leantune.training.parallel.processes import current_processes
 
 IDENTITY_FILE = "run_identity.json"
 _SETTINGS = (
@@ -20,6 +22,8 @@ _SETTINGS = (
     "lora_alpha", "lora_dropout", "lora_target_modules", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant",
     "load_in_8bit", "rate", "weight_decay", "betas", "adam_epsilon",
 )  # fmt: skip
+_DEALT = ("processes", "per_device_train_batch_size", "gradient_accumulation_steps")
+"""Their product is the rows of a step."""
 _EXTRA = (
     "lr_scheduler_type",
     "warmup_steps",
@@ -36,6 +40,7 @@ def identity(config: TrainConfig, data: PreparedData) -> dict[str, Any]:
     values: dict[str, Any] = {key: getattr(config, key) for key in _SETTINGS}
     values |= {key: config.extra[key] for key in _EXTRA if key in config.extra}
     values = json.loads(json.dumps(values))
+    values["processes"] = current_processes(False).size
     return {**values, "rows": data.rows, "data": data.digest or _digest(data.train)}
 
 
@@ -48,17 +53,21 @@ def check_identity(config: TrainConfig, data: PreparedData, folder: Path) -> Non
     """Raise StateMismatchError naming every difference between this run and the one whose checkpoints lie in
     ``folder``.
 
-    Number of steps, evaluation and logging may change. Rates, betas and weight decay lie in the saved states of
+    Number of steps, evaluation and logging may change, and the number of processes where a step has as many rows as
+    before. Rates, betas and weight decay lie in the saved states of
     optimizer and scheduler, which a resumed run continues: other values in the config would be ignored.
     """
     path = folder / IDENTITY_FILE
     if not path.is_file():
         return
     before, now = json.loads(path.read_text(encoding="utf-8")), identity(config, data)
+    before.setdefault("processes", 1)
+    # Another number of processes goes on with the same rows in each step, dealt in another way.
+    dealt = _DEALT if before["processes"] != now["processes"] and _rows_a_step(before) == _rows_a_step(now) else ()
     different = [
         f"- {key} was {before.get(key)!r} and is {now.get(key)!r}"
         for key in sorted({*before, *now})
-        if before.get(key) != now.get(key) and key != "data"
+        if before.get(key) != now.get(key) and key not in ("data", *dealt)
     ]
     if before.get("data") != now["data"]:
         different.append("- the training rows are others than those it was started with")
@@ -75,6 +84,10 @@ def trained_on_others(config: TrainConfig, data: PreparedData, folder: Path) -> 
     """Whether the run in ``folder`` was trained on other rows than those of ``data``, as far as its files say."""
     path = folder / IDENTITY_FILE
     return path.is_file() and json.loads(path.read_text(encoding="utf-8"))["data"] != identity(config, data)["data"]
+
+
+def _rows_a_step(values: dict[str, Any]) -> int:
+    return math.prod(int(values[key]) for key in _DEALT)
 
 
 def _digest(rows: Any) -> str:

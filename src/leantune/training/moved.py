@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
+from leantune.optim.row_shard import local
+
 SAMPLED = 1 << 16
 """Weights of a parameter group that are looked at, spread evenly over its parameters."""
 
@@ -47,6 +49,6 @@ class MovedShare(TrainerCallback):
 @torch.no_grad()
 def _sample(param: Tensor, parameters: int) -> Tensor:
     """A copy of evenly spaced weights of a parameter, one of ``parameters`` in its group."""
-    flat = param.detach().reshape(-1)
+    flat = local(param).detach().reshape(-1)
     stride = max(1, flat.numel() * parameters // SAMPLED)
     return flat[:: stride | 1].clone()

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from leantune.activations.velora.report import VeloraReport
 from leantune.errors import ConfigError, InvalidArgumentError, NotEnoughRoomError
 from leantune.kernels.half_linear import use_fp32_products
 from leantune.memory import MemoryTimeline, MemoryTracker, Plan, format_bytes, parse_size, plan_run
+from leantune.memory.budget.sharding import ALONE, Parallel
 from leantune.memory.parts import OPTIMIZER_STATES
 from leantune.memory.reports.plots import plot_memory
 from leantune.training.checkpoints import VELORA_FILE, at_the_end, check_checkpoint, checkpoints, holds_model
@@ -31,6 +31,10 @@ from leantune.training.identity import check_identity, write_identity
 from leantune.training.log import RunLog
 from leantune.training.moved import MovedShare
 from leantune.training.optimizers import build_optimizer, plain_optimizer
+from leantune.training.parallel.processes import join_processes
+from leantune.training.parallel.rank_plan import show_rank_plan
+from leantune.training.parallel.shards import load_spread
+from leantune.training.parallel.stop import StopOnSignal
 from leantune.training.planning.auto import before_the_data, refuse_what_does_not_fit, settled
 from leantune.training.planning.settings import batch_shape
 from leantune.training.pretrained import load_tokenizer, model_limits
@@ -72,18 +76,20 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     """
     console = console or Console()
     output = Path(config.output_dir)
-    _refuse_more_than_one_process()
+    processes = join_processes(config)
+    console = processes.console(console)
     _refuse_missing_trackers(config)
     check_bitsandbytes(config)
     resume_from = _checkpoint_to_resume(config, output)
-    config, tokenizer, data = load_rows(config)
+    spread = processes.spread
+    config, tokenizer, data = load_rows(config, spread)
     if data.recipe is not None:
         console.print(f"method: auto\n{data.recipe}", highlight=False)
-    refuse_what_does_not_fit(config, data)
+    refuse_what_does_not_fit(config, data, spread)
     if resume_from is not None:
         check_identity(config, data, output)
     finished = resume_from is not None and _only_the_model_is_missing(config, resume_from, output)
-    loaded = load_model(config)
+    loaded = load_spread(lambda: load_model(config), processes, resume_from)
     trainer, velora = build_trainer(config, loaded, tokenizer, data), loaded.velora
     if resume_from is not None and velora is not None:
         velora.load(resume_from / VELORA_FILE)
@@ -91,48 +97,53 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     methods = facts(config, trainer, data, loaded.savings)
     header(console, config, trainer, data, plan, methods)
     _hold_against_budget(config, plan)
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "leantune_config.yaml").write_text(config.to_yaml(), encoding="utf-8")
-    write_identity(config, data, output)
-    data.report.write_dropped(output)
+    show_rank_plan(config, data, processes, console)
+    reports = processes.folder(output)
+    reports.mkdir(parents=True, exist_ok=True)
+    (reports / "leantune_config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    write_identity(config, data, reports)
+    data.report.write_dropped(reports)
     if plan is not None:
-        plan.save(output)
+        plan.save(reports)
     moved = MovedShare()
-    log = RunLog(output, moved, trainer, append=resume_from is not None)
-    sampler = Sampler(config, trainer, data, tokenizer, output, console)
-    probe, bar = _MemoryProbe(trainer), ProgressBar(console)
+    log = RunLog(reports, moved, trainer, append=resume_from is not None)
+    sampler = Sampler(config, trainer, data, tokenizer, reports, console)
+    probe, bar, stop = _MemoryProbe(trainer), ProgressBar(console), StopOnSignal(processes)
     trainer.remove_callback(PrinterCallback)
     save_probe = SaveProbe(trainer, plan.parts[OPTIMIZER_STATES] if plan else 0)
-    for callback in (save_probe, moved, log, probe, bar, sampler):
+    for callback in (save_probe, moved, log, probe, bar, sampler, stop):
         trainer.add_callback(callback)
     if resume_from is None and velora is not None and config.velora_min_cosine is not None:
         console.print(exact_where_poor(trainer, velora, config.velora_min_cosine), highlight=False)
         plan = plan_of_run(config, trainer, data)  # of what is left of VeLoRA
         _hold_against_budget(config, plan)
         if plan is not None:
-            plan.save(output)
+            plan.save(reports)
     before = trainer.held_out_loss()
     start = time.perf_counter()
+    stop.listen()
     try:
         if finished:
             trainer._load_from_checkpoint(str(resume_from))
         else:
             trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
     finally:
+        stop.remove()
         probe.stop()
         bar.stop()
         if trainer.attached is not None:
             trainer.attached.remove()
     seconds = time.perf_counter() - start - probe.seconds - sampler.seconds
+    stop.raise_if_stopped(trainer)
     after = trainer.held_out_loss()
     trainer.save_whole(output)
     sampler.take(trainer.state.global_step)
     timeline = probe.timeline
     if timeline is not None:
-        (output / "memory_profile.json").write_text(json.dumps(timeline.to_json()) + "\n", encoding="utf-8")
-        plot_memory(timeline, output / "memory.png", plan_total=plan.total if plan else None)
-    log.plot(output, before, after)
-    tokens = trainer.tokens_seen - probe.tokens
+        (reports / "memory_profile.json").write_text(json.dumps(timeline.to_json()) + "\n", encoding="utf-8")
+        plot_memory(timeline, reports / "memory.png", plan_total=plan.total if plan else None)
+    log.plot(reports, before, after)
+    tokens = processes.total(trainer.tokens_seen - probe.tokens)
     result = TrainResult(
         model=trainer.accelerator.unwrap_model(trainer.model),
         tokenizer=tokenizer,
@@ -147,21 +158,21 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
         samples=sampler.last,
         log=log.rows,
     )
-    write_summary(config, result)
-    write_run_card(config, result, data, methods, timeline)
+    write_summary(config, result, reports)
+    write_run_card(config, result, data, methods, timeline, reports)
     summary(console, config, result)
     return result
 
 
-def load_rows(config: TrainConfig) -> tuple[TrainConfig, Any, PreparedData]:
+def load_rows(config: TrainConfig, spread: Parallel = ALONE) -> tuple[TrainConfig, Any, PreparedData]:
     """The config with its method decided and its max_length in tokens, the tokenizer, and the rows of a run as its
-    trainer takes them; sets the run's seed first."""
+    trainer takes them; sets the run's seed first. ``spread``: over which processes the method is decided for."""
     check_bitsandbytes(config)
     config = before_the_data(config)
     set_seed(config.seed)
     tokenizer = load_tokenizer(config.model_name_or_path)
     data = load_data(config, tokenizer, model_limits(config.model_name_or_path))
-    config, data.recipe = settled(dataclasses.replace(config, max_length=data.max_length), data)
+    config, data.recipe = settled(dataclasses.replace(config, max_length=data.max_length), data, spread)
     return config, tokenizer, data
 
 
@@ -187,14 +198,6 @@ def load_model(config: TrainConfig) -> LoadedModel:
         if velora is not None:
             velora.use_fp32_products()
     return LoadedModel(model, savings, velora)
-
-
-def _refuse_more_than_one_process() -> None:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError(
-            f"- this was launched as {os.environ['WORLD_SIZE']} processes, and this release trains in one: gradients "
-            "would not be reduced over them and the copies would drift apart. Start it with plain `leantune train`"
-        )
 
 
 def _refuse_missing_trackers(config: TrainConfig) -> None:
@@ -317,6 +320,7 @@ def build_trainer(config: TrainConfig, loaded: LoadedModel, tokenizer: Any, data
         "prediction_loss_only": True,
         "disable_tqdm": True,
         "data_seed": config.seed,
+        "accelerator_config": {"dispatch_batches": False},
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "activation_checkpointing": config.gradient_checkpointing,
         "activation_checkpointing_kwargs": {
@@ -372,8 +376,10 @@ def _transformers_bound(config: TrainConfig) -> float:
 
 
 def plan_of_run(config: TrainConfig, trainer: LeanTrainer, data: PreparedData) -> Plan | None:
-    """The plan for the largest batch of the run. Transformers' own optimizers allocate where no plan can look: none
-    then."""
+    """The plan for the largest batch of the run, None of a sharded one. Transformers' own optimizers allocate where no
+    plan can look: none then."""
+    if trainer.sharded:
+        return None  # planned in closed form (`hold_rank_against_budget`): a step on fake tensors has no shards
     optimizer: Any = trainer.optimizer
     if optimizer is None:
         try:
@@ -430,6 +436,8 @@ class _MemoryProbe(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Start before the second step."""
         first = self._first = state.global_step if self._first is None else self._first
+        if self._trainer.sharded:
+            return  # the tracker counts tensors of one process, and knows no shards
         if self.timeline is None and state.global_step == min(first + 1, state.max_steps - 1):
             optimizer: Any = self._trainer.optimizer
             self._start, self._tokens = time.perf_counter(), self._trainer.tokens_seen

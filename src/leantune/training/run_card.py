@@ -24,6 +24,7 @@ def write_run_card(
     data: PreparedData,
     methods: dict[str, str],
     timeline: MemoryTimeline | None,
+    folder: Path,
 ) -> Path:
     """Data, settings, methods, memory (planned beside measured), results and versions, as Markdown.
 
@@ -33,6 +34,7 @@ def write_run_card(
         data: its rows.
         methods: what the header said of the run (`leantune.training.summary.facts`).
         timeline: of the measured step; None where no step was measured.
+        folder: where it is written, beside the plots.
     Returns: the file.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -41,7 +43,7 @@ def write_run_card(
         loader=PackageLoader("leantune.training"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     pages.filters["cell"] = cell
-    path = result.output_dir / RUN_CARD
+    path = folder / RUN_CARD
     text = pages.get_template("run_card.md.j2").render(
         name=result.output_dir.name,
         config=config,
@@ -54,7 +56,7 @@ def write_run_card(
         results=_results(config, result),
         memory=_memory(result, timeline),
         where=result.plan.where if result.plan else None,
-        plots=[plot for plot in _PLOTS if (result.output_dir / plot).is_file()],
+        plots=[plot for plot in _PLOTS if (folder / plot).is_file()],
         samples=result.samples,
         machine=_machine(),
     )

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -56,7 +57,7 @@ def facts(config: TrainConfig, trainer: "LeanTrainer", data: PreparedData, savin
     packed = ", packed" if config.packing else ""
     rows = "rows read as they are needed" if data.rows is None else f"{data.rows:,} rows to train on"
     found["data"] = f"{rows}, {held:,} held out, longest {data.longest} tokens{packed}"
-    found["device"] = f"{trainer.args.device}, one a process"
+    found["device"] = f"{trainer.args.device}, one a process{trainer.processes.described(config)}"
     return found
 
 
@@ -126,8 +127,8 @@ def _computed_in(config: TrainConfig, weights: Counter[str]) -> str:
     return f"{dense}; 4-bit weights in {str(compute_dtype(config)).removeprefix('torch.')}"
 
 
-def write_summary(config: TrainConfig, result: "TrainResult") -> None:
-    """summary.json in the output folder: the figures that `summary` prints. Sizes in bytes."""
+def write_summary(config: TrainConfig, result: "TrainResult", folder: Path) -> None:
+    """summary.json in ``folder``: the figures that `summary` prints. Sizes in bytes."""
     figures = {
         "model": config.model_name_or_path,
         "method": config.method,
@@ -149,7 +150,7 @@ def write_summary(config: TrainConfig, result: "TrainResult") -> None:
         "memory_by_part_at_peak": result.memory_by_part,
         "velora_saved_bytes": result.velora.saved_bytes if result.velora else None,
     }
-    (result.output_dir / "summary.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    (folder / "summary.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
 def summary(console: Console, config: TrainConfig, result: "TrainResult") -> None:

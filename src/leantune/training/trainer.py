@@ -1,30 +1,28 @@
 """LeanTrainer: TRL's SFT trainer with the loss without logits, fused backward, and checkpoints that are whole or
 absent."""
 
-import copy
 import math
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from trl import SFTTrainer
 
 from leantune.activations.loss import linear_cross_entropy, shift_labels
 from leantune.activations.velora.handle import VeloraHandle
 from leantune.errors import ConfigError, NonFiniteError
 from leantune.training.attach import attach
-from leantune.training.checkpoints import VELORA_FILE, checkpoints, remove_whole
+from leantune.training.checkpoints import VELORA_FILE, checkpoints
 from leantune.training.config import TrainConfig
 from leantune.training.data.batch_order import LongestFirst
 from leantune.training.first_step import check_all_reached
+from leantune.training.parallel.shards import LOSS
+from leantune.training.parallel.spread_trainer import SpreadTrainer
 
 _UNUSED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "labels")
 
 
-class LeanTrainer(SFTTrainer):
+class LeanTrainer(SpreadTrainer):
     """Trains on already tokenised rows. ``lean`` is the run's config, ``velora`` the handle of its projection, if any;
     ``exact_loss``: the loss is computed without logits. Exact savings are in the model already. ``lengths``: the tokens
     of each training row, where they are known, for ``longest_first``."""
@@ -97,13 +95,17 @@ class LeanTrainer(SFTTrainer):
         self.tokens_seen += int(inputs["input_ids"].numel() if mask is None else mask.sum())
         with self.compute_loss_context_manager():
             loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
-        if not bool(torch.isfinite(loss.detach())):
+        finite = bool(torch.isfinite(loss.detach()))
+        if self.processes.any(not finite):
+            where = f"the loss is {loss.item()}" if not finite else "the loss of another process is not finite"
             raise NonFiniteError(
-                f"the loss is {loss.item()} at step {self.state.global_step + 1} (epoch {self.state.epoch or 0:.2f}); "
+                f"{where} at step {self.state.global_step + 1} (epoch {self.state.epoch or 0:.2f}); "
                 f"training stops before backward, nothing was updated in this step. {self._last_good()} Lower the "
                 "learning rate, or look at the rows of this batch."
             )
         self.accelerator.backward(loss)
+        if self.attached is None:
+            self.average_gradients(model)
         return loss.detach()
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
@@ -129,20 +131,27 @@ class LeanTrainer(SFTTrainer):
         """Mean loss over the trained tokens (of the whole step where ``num_items_in_batch`` says how many those
         are)."""
         total, count = self._summed_loss(model, inputs)
-        loss = total / (count if num_items_in_batch is None else num_items_in_batch)
+        if num_items_in_batch is None:
+            loss = total / count
+        else:  # those of all processes, whose gradients will be averaged
+            loss = total * self.processes.size / num_items_in_batch
         return (loss, None) if return_outputs else loss
 
     def _summed_loss(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """(sum of the losses of trained tokens, how many there are)."""
         # The decoder is called past model.forward, where accelerate has put its autocast.
         with self.accelerator.autocast():
-            return summed_loss(self.accelerator.unwrap_model(model), inputs, self.exact_loss)
+            whole = self.accelerator.unwrap_model(model)
+            if self.sharded and self.exact_loss:
+                found: tuple[Tensor, Tensor] = getattr(base_model(whole), LOSS)(inputs)
+                return found
+            return summed_loss(whole, inputs, self.exact_loss)
 
     # -- held-out loss ----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def held_out_loss(self) -> float | None:
-        """Mean loss over all trained tokens of the held-out rows; None where there are none.
+        """Mean loss over all trained tokens of the held-out rows, of all processes; None where there are none.
 
         Random numbers are left as they were: a run that evaluates trains as one that does not.
         """
@@ -153,14 +162,15 @@ class LeanTrainer(SFTTrainer):
         model.eval()
         total, count = 0.0, 0
         try:
-            for inputs in self.get_eval_dataloader():
+            for inputs, counts in self.held_out_batches():
                 with self.compute_loss_context_manager():
                     loss, tokens = self._summed_loss(model, self._prepare_inputs(inputs))
-                total, count = total + loss.item(), count + int(tokens)
+                if counts:
+                    total, count = total + loss.item(), count + int(tokens)
         finally:
             model.train(training)
             torch.set_rng_state(random_state)
-        return total / count
+        return self.processes.total(total) / self.processes.total(count)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -185,77 +195,12 @@ class LeanTrainer(SFTTrainer):
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Written into a folder aside, then renamed: a checkpoint that carries the name is whole."""
-        written = self._write_aside(model, trial)
-        final = self._folder / written.name
-        remove_whole(final)
-        os.replace(written, final)
-        shutil.rmtree(written.parent, ignore_errors=True)
-        self._drop_old_checkpoints()
-
-    def _write_aside(self, model: nn.Module, trial: Any) -> Path:
-        """Write a whole checkpoint, down to the disk, into a folder that no reader looks into; returns it."""
-        aside = self._folder / ".saving"
-        shutil.rmtree(aside, ignore_errors=True)
-        self._aside = aside
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self._aside = None
-        written = aside / f"checkpoint-{self.state.global_step}"
+    def _save_beside(self, folder: Path) -> None:
         if self.velora is not None:
-            self.velora.save(written / VELORA_FILE)
-        for path in written.rglob("*"):
-            if path.is_file():
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
-        return written
+            self.velora.save(folder / VELORA_FILE)
 
-    def probe_checkpoint(self) -> int:
-        """Write a checkpoint aside and remove it again; returns its bytes. Training's state is left as it was."""
-        kept = copy.deepcopy(self.state.stateful_callbacks)
-        try:
-            written = self._write_aside(self.model, None)  # type: ignore[arg-type]
-            return sum(path.stat().st_size for path in written.rglob("*") if path.is_file())
-        finally:
-            self.state.stateful_callbacks = kept
-            shutil.rmtree(self._folder / ".saving", ignore_errors=True)
-
-    def save_checkpoint(self) -> None:
-        """Write a checkpoint of where training stands now."""
-        self._save_checkpoint(self.model, None)  # type: ignore[arg-type]
-
-    def save_whole(self, folder: Path) -> None:
-        """Model, tokenizer and VeLoRA's directions into ``folder``, each file written aside and renamed into place."""
-        aside = folder / ".saving"
-        shutil.rmtree(aside, ignore_errors=True)
-        self.save_model(str(aside))
-        if self.velora is not None:
-            self.velora.save(aside / VELORA_FILE)
-        for path in sorted(aside.rglob("*")):
-            if path.is_file():
-                place = folder / path.relative_to(aside)
-                place.parent.mkdir(parents=True, exist_ok=True)
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
-                os.replace(path, place)
-        shutil.rmtree(aside, ignore_errors=True)
-
-    _aside: Path | None = None
-
-    @property
-    def _folder(self) -> Path:
-        return Path(str(self.args.output_dir))
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return str(self._aside) if self._aside is not None else super()._get_output_dir(trial)
-
-    def _drop_old_checkpoints(self) -> None:
-        limit = self.lean.save_total_limit
-        kept = checkpoints(self._folder)
-        for path in kept[: max(0, len(kept) - limit)] if limit else []:
-            remove_whole(path)
+    def _checkpoints_kept(self) -> int | None:
+        return self.lean.save_total_limit
 
     def _last_good(self) -> str:
         found = checkpoints(self._folder)

@@ -3,6 +3,7 @@
 from leantune.errors import InvalidArgumentError
 from leantune.memory.sizes import parse_size
 from leantune.training.config.keys import FOREIGN_OPTIMIZER_KEYS, REFUSED, suggestion
+from leantune.training.config.parallel import problems_in_parallel
 from leantune.training.config.run_config import EXACT_SAVINGS, LORA_METHODS, OUR_OPTIMIZERS, TrainConfig
 
 ACCUMULATED_IN = ("float32", "bfloat16")
@@ -86,6 +87,8 @@ def _wrong_together(c: TrainConfig) -> list[str]:
             "VeLoRA saves nothing inside checkpointed blocks; drop velora_target_modules or gradient_checkpointing"
         )
     found += _wrong_savings(c)
+    if c.parallel is not None:
+        found += problems_in_parallel(c, c.parallel)
     if c.bf16 and c.dtype != "float32":
         found.append(f"bf16 is autocast for float32 weights; dtype is {c.dtype}: leave bf16 out")
     return found

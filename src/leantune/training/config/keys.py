@@ -92,10 +92,16 @@ REFUSED = {
     "do_train": "it has no effect; leave it out",
     "do_eval": "write eval_strategy: steps or epoch",
     "do_predict": "it has no effect; leave it out",
-    "deepspeed": "more than one process is not in this release",
-    "fsdp": "more than one process is not in this release",
-    "fsdp_config": "more than one process is not in this release",
-    "parallelism_config": "more than one process is not in this release",
+    "deepspeed": "write parallel: ddp or fsdp2",
+    "fsdp": "write parallel: ddp or fsdp2",
+    "fsdp_config": "write parallel: ddp or fsdp2",
+    "parallelism_config": "write parallel: ddp or fsdp2",
+    "accelerator_config": "rows are dealt to processes by leantune; leave it out",
+    "average_tokens_across_devices": "every token of a step weighs the same, on all processes; leave it out",
+    "ddp_find_unused_parameters": "there is no DistributedDataParallel in a run; leave it out",
+    "ddp_bucket_cap_mb": "there is no DistributedDataParallel in a run; leave it out",
+    "ddp_broadcast_buffers": "there is no DistributedDataParallel in a run; leave it out",
+    "ddp_static_graph": "there is no DistributedDataParallel in a run; leave it out",
 }
 
 # Taken for transformers' own optimizers, which read them; refused (REFUSED) for leantune's.

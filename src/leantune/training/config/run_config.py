@@ -105,6 +105,8 @@ class TrainConfig:
     save_steps: float = 500
     save_total_limit: int | None = 2
     seed: int = 42
+    parallel: str | None = None
+    """Of several processes: ddp, each has the whole model, or fsdp2, each has rows of every weight. None: ddp."""
     resume: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = field(default=(), compare=False)

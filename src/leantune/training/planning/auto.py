@@ -13,7 +13,7 @@ from leantune.memory.budget.advice import advise
 from leantune.memory.budget.largest import parameters
 from leantune.memory.budget.model_files import read_sizes
 from leantune.memory.budget.run_stages import PART_LABELS, Stage
-from leantune.memory.budget.sharding import ALONE
+from leantune.memory.budget.sharding import ALONE, Parallel
 from leantune.memory.closed_form.model_shape import ModelShape
 from leantune.memory.closed_form.settings import RunSettings
 from leantune.memory.sizes import format_bytes, parse_size
@@ -45,7 +45,7 @@ def before_the_data(config: TrainConfig) -> TrainConfig:
     return config
 
 
-def settled(config: TrainConfig, data: PreparedData) -> tuple[TrainConfig, Recipe | None]:
+def settled(config: TrainConfig, data: PreparedData, spread: Parallel = ALONE) -> tuple[TrainConfig, Recipe | None]:
     """The config a run of ``method: auto`` trains with, and the recipe; any other config as it is, and None.
 
     Without a budget that is the memory of the GPU; without one of those, method: full.
@@ -62,7 +62,7 @@ def settled(config: TrainConfig, data: PreparedData) -> tuple[TrainConfig, Recip
         if candidate.method == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
             raise InvalidArgumentError("bitsandbytes is not installed here")
         settings = _settings(candidate, data)
-        return needed(candidate, described, settings), settings.where
+        return needed(candidate, described, settings, spread), settings.where + spread.where
 
     recipe = choose_recipe(config, need, budget)
     chosen, rate = recipe.rung.config, config.learning_rate
@@ -83,7 +83,7 @@ def settled(config: TrainConfig, data: PreparedData) -> tuple[TrainConfig, Recip
     return dataclasses.replace(chosen, extra=extra, notes=tuple(notes), learning_rate=rate), recipe
 
 
-def refuse_what_does_not_fit(config: TrainConfig, data: PreparedData) -> None:
+def refuse_what_does_not_fit(config: TrainConfig, data: PreparedData, spread: Parallel = ALONE) -> None:
     """Hold a run's plan against ``memory_budget`` before a weight is loaded; ``force`` lets it pass with a note.
 
     Raises NotEnoughRoomError with what is missing, where, and what would make room. A model that only a look at its
@@ -94,7 +94,7 @@ def refuse_what_does_not_fit(config: TrainConfig, data: PreparedData) -> None:
     budget, settings = parse_size(config.memory_budget), _settings(config, data)
     try:
         described = read_sizes(config.model_name_or_path)
-        peak = needed(config, described, settings)
+        peak = needed(config, described, settings, spread)
     except InvalidArgumentError:
         return
     if peak.total <= budget:
@@ -102,14 +102,14 @@ def refuse_what_does_not_fit(config: TrainConfig, data: PreparedData) -> None:
     part = max(peak.parts, key=lambda name: peak.parts[name])
     text = (
         f"memory_budget is {config.memory_budget}, and the plan needs {format_bytes(peak.total)} in {peak.name} at "
-        f"{settings.where}, {format_bytes(peak.parts[part])} of it {PART_LABELS[part]}"
+        f"{settings.where}{spread.where}, {format_bytes(peak.parts[part])} of it {PART_LABELS[part]}"
     )
     if config.force:
         data.notes.append(f"{text}; force: true trains all the same")
         return
     try:
         shape = ModelShape.of_config(described)
-        helping = [str(advice) for advice in advise(shape, settings, ALONE, peak.total, budget)]
+        helping = [str(advice) for advice in advise(shape, settings, spread, peak.total, budget)]
     except InvalidArgumentError:
         helping = []
     if helping:

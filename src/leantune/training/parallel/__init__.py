@@ -1,0 +1,1 @@
+"""Many processes: replicas (ddp) and parameters sharded by rows (fsdp2)."""
