@@ -37,9 +37,12 @@ def damage_of(folder: Path) -> str:
     return ""
 
 
-def save_sharded(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Every process writes its rows of trained parameters and states into ``folder``/sharded."""
-    saved = {"model": trained(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+def save_sharded(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Every process writes its rows of trained parameters and states into ``folder``/sharded; ``optimizer``: None
+    before the first step."""
+    saved: dict[str, Any] = {"model": trained(model)}
+    if optimizer is not None:
+        saved["optimizer"] = get_optimizer_state_dict(model, optimizer)
     dcp.save(saved, checkpoint_id=str(folder / SHARDED))
 
 

@@ -162,7 +162,9 @@ class SpreadTrainer(SFTTrainer):
         if not self.sharded:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        save_sharded(Path(output_dir), self._module, self._plain_optimizer)
+        # Of an optimizer without a step torch would make states by one.
+        optimizer = self._plain_optimizer if self.state.global_step else None
+        save_sharded(Path(output_dir), self._module, optimizer)
         if self.processes.first:
             scheduler: Any = self.lr_scheduler
             torch.save(scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
