@@ -59,7 +59,7 @@ def test_p2_p5_the_table_carries_batch_length_and_dtypes(model):
     ("arguments", "said"),
     [
         (["--max_length", "64"], "model_name_or_path is missing"),
-        (["--model_name_or_path", "/nowhere/at/all"], "cannot be read"),
+        (["--model_name_or_path", "/nowhere/at/all"], "there is no folder"),
         (["--model_name_or_path", "MODEL", "--memory_budget", "lots"], "memory_budget"),
         (["--model_name_or_path", "MODEL", "--gpu", "RTX 4099"], "RTX 4090"),
         (["--model_name_or_path", "MODEL", "--tier", "guessed"], "tier is 'guessed'"),
@@ -113,7 +113,7 @@ def test_a_profiles_calibration_corrects_stages_and_states_its_error(model, tmp_
         tensors = before.total - before.parts["context"] - before.parts["fragmentation"]
         assert after.total - before.total == (int(tensors * (1.1 - 1.0)) if before.name == "steady step" else 0)
     assert "off by 4.5 % (median of the stages), 9.1 % at worst" in corrected.table()
-    with pytest.raises(LeantuneError, match="cannot be read as a memory calibration"):
+    with pytest.raises(LeantuneError, match="there is no folder as a memory calibration"):
         lt.plan(config, calibration=tmp_path / "none.json")
 
 

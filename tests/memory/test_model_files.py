@@ -55,3 +55,8 @@ def test_a_folder_without_a_config_or_with_an_unknown_one_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{broken")
     with pytest.raises(InvalidArgumentError, match="cannot be read"):
         read_config(str(tmp_path))
+
+
+def test_a_folder_that_is_not_there_is_not_taken_for_a_name_of_the_hub(tmp_path):
+    with pytest.raises(InvalidArgumentError, match="there is no folder"):
+        read_config(str(tmp_path / "missing"))

@@ -69,6 +69,8 @@ def read_config(name: str) -> Any:
     from transformers import AutoConfig
 
     folder = Path(name)
+    if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise InvalidArgumentError(f"there is no folder {name}; give the folder of a model, or its name on the hub")
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise InvalidArgumentError(f"{folder} holds no config.json; give the folder of a model as it was saved")
     try:
