@@ -113,7 +113,7 @@ def test_a_profiles_calibration_corrects_stages_and_states_its_error(model, tmp_
         tensors = before.total - before.parts["context"] - before.parts["fragmentation"]
         assert after.total - before.total == (int(tensors * (1.1 - 1.0)) if before.name == "steady step" else 0)
     assert "off by 4.5 % (median of the stages), 9.1 % at worst" in corrected.table()
-    with pytest.raises(LeantuneError, match="there is no folder as a memory calibration"):
+    with pytest.raises(LeantuneError, match="cannot be read as a memory calibration"):
         lt.plan(config, calibration=tmp_path / "none.json")
 
 
