@@ -11,6 +11,7 @@ from leantune.memory.budget.largest import Largest
 from leantune.memory.budget.run_stages import PART_LABELS, STAGE_PARTS, Stage, StagedBytes
 from leantune.memory.budget.sharding import Parallel
 from leantune.memory.closed_form.settings import RunSettings
+from leantune.memory.plan_file import write_plan
 from leantune.memory.sizes import format_bytes
 
 
@@ -179,11 +180,7 @@ class RunPlan:
 
     def save(self, path: str | Path) -> Path:
         """Write `to_json` to ``path`` (a file, or a folder that gets ``memory_plan.json``); returns the file."""
-        path = Path(path)
-        if path.is_dir():
-            path = path / "memory_plan.json"
-        path.write_text(self.to_json(), encoding="utf-8")
-        return path
+        return write_plan(self.to_json(), path)
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -23,6 +23,7 @@ from leantune.memory.measured.process import process_peak
 from leantune.memory.measured.timeline import MemoryTimeline
 from leantune.memory.measured.tracker import tensors_in
 from leantune.memory.parts import LABELS, PARTS
+from leantune.memory.plan_file import write_plan
 from leantune.memory.quantised import scales
 from leantune.memory.sizes import format_bytes
 from leantune.memory.traced.trace import (
@@ -120,11 +121,7 @@ class Plan:
 
     def save(self, path: str | Path) -> Path:
         """Write `to_json` to ``path`` (a file, or a folder that gets ``memory_plan.json``); returns the file."""
-        path = Path(path)
-        if path.is_dir():
-            path = path / "memory_plan.json"
-        path.write_text(self.to_json(), encoding="utf-8")
-        return path
+        return write_plan(self.to_json(), path)
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":
