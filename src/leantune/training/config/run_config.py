@@ -114,6 +114,14 @@ class TrainConfig:
     given: frozenset[str] | None = field(default=None, compare=False)
     """The keys that a file or flags set; None for a TrainConfig made by hand, all of which is meant."""
 
+    def sets(self, key: str) -> bool:
+        """Whether ``key`` is known to have been set by the user."""
+        return self.given is not None and key in self.given
+
+    def leaves_out(self, key: str) -> bool:
+        """Whether ``key`` is known to have been left out by the user; a config made in Python tells neither."""
+        return self.given is not None and key not in self.given
+
     @property
     def sources(self) -> tuple[str, ...]:
         """The names under ``dataset``."""

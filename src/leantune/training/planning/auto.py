@@ -35,12 +35,11 @@ ADAPTER_RATES = ((20e9, 2e-4), (float("inf"), 1e-4))
 def before_the_data(config: TrainConfig) -> TrainConfig:
     """What must be known before rows are read: whether the method is auto (on a GPU it is where none was set, against
     the device's memory), and that max_length is then taken from the rows where none was set."""
-    given = config.given
-    if given is not None and "method" not in given and torch.cuda.is_available():
+    if config.leaves_out("method") and torch.cuda.is_available():
         config = dataclasses.replace(config, method="auto")
     if config.method != "auto":
         return config
-    if given is not None and "max_length" not in given and not config.streaming:
+    if config.leaves_out("max_length") and not config.streaming:
         config = dataclasses.replace(config, max_length=0)
     return config
 
@@ -78,7 +77,7 @@ def settled(config: TrainConfig, data: PreparedData, spread: Parallel = ALONE) -
             "batches are made of rows of like length (train_sampling_strategy: group_by_length)"
         )
     ordered = not (chosen.packing or chosen.streaming or data.lengths is None)
-    if ordered and not (config.given is not None and "longest_first" in config.given):
+    if ordered and not config.sets("longest_first"):
         chosen = dataclasses.replace(chosen, longest_first=True)
     return dataclasses.replace(chosen, extra=extra, notes=tuple(notes), learning_rate=rate), recipe
 

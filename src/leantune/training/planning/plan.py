@@ -152,8 +152,7 @@ def _from_trace(asked: _Asked, spread: Parallel, why: str) -> RunPlan:
 def _recipe(asked: _Asked, described: Any, spread: Parallel) -> Recipe | None:
     """What ``method: auto`` takes; a method that was not set means auto where there is a budget."""
     config, budget = asked.config, asked.budgets.memory
-    unset = config.given is not None and "method" not in config.given
-    if budget is None or not (unset or config.method == "auto"):
+    if budget is None or not (config.leaves_out("method") or config.method == "auto"):
         return None
     auto = replace(config, method="auto")
 

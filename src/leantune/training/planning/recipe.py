@@ -125,7 +125,7 @@ def ladder(config: TrainConfig) -> Iterator[Rung]:
     backward cannot sum over micro-batches; under adapters as many micro-batches make up for them.
     """
     rows, steps = config.per_device_train_batch_size, config.gradient_accumulation_steps
-    fewer = [] if _is_given(config, "per_device_train_batch_size") else _halves(rows)
+    fewer = [] if config.sets("per_device_train_batch_size") else _halves(rows)
     unfused = {"fused_backward": False} if steps > 1 and config.accumulate is None else {}
     wanted = [(keys | unfused, cost) for keys, cost in _FULL]
     wanted += [
@@ -193,10 +193,6 @@ def _next(rungs: Iterator[Rung], need: Callable[[TrainConfig], tuple[Stage, str]
     return otherwise
 
 
-def _is_given(config: TrainConfig, key: str) -> bool:
-    return config.given is not None and key in config.given
-
-
 def _halves(rows: int) -> list[int]:
     """[4, 2, 1] of 8."""
     found = []
@@ -208,8 +204,8 @@ def _halves(rows: int) -> list[int]:
 
 def _overlaid(config: TrainConfig, keys: dict[str, Any]) -> TrainConfig:
     """``config`` with what a rung says where the user said nothing."""
-    new = {key: value for key, value in keys.items() if not _is_given(config, key)}
-    if _is_given(config, "method") and config.method != "auto":
+    new = {key: value for key, value in keys.items() if not config.sets(key)}
+    if config.sets("method") and config.method != "auto":
         new.pop("method", None)
     elif "method" in keys:
         new["method"] = keys["method"]
@@ -219,7 +215,7 @@ def _overlaid(config: TrainConfig, keys: dict[str, Any]) -> TrainConfig:
     if recomputing and candidate.gradient_checkpointing:
         extra["gradient_checkpointing_kwargs"] = recomputing
     if candidate.optim not in ("ternary_adamw", "adamw") or candidate.dtype != "bfloat16":
-        candidate = candidate if _is_given(config, "master_bits") else dataclasses.replace(candidate, master_bits=None)
-    if candidate.method not in LORA_METHODS and not candidate.ours and not _is_given(config, "fused_backward"):
+        candidate = candidate if config.sets("master_bits") else dataclasses.replace(candidate, master_bits=None)
+    if candidate.method not in LORA_METHODS and not candidate.ours and not config.sets("fused_backward"):
         candidate = dataclasses.replace(candidate, fused_backward=None)
     return dataclasses.replace(candidate, extra=extra)
