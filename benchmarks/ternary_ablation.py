@@ -7,8 +7,10 @@
 Arms change ``TernaryAdamW``'s defaults (one momentum plane, carry of rank 4, blocks of 128, beta2 .999): the carry's
 rank, the block, the planes, beta2, exact states for embeddings, and, where weights are bf16, how they are rounded.
 Tasks and runs are those of quality_optim.py, which says what FOLDER holds: small matrices from scratch (characters,
-llama) and real width (smollm-cut, 576), each at a small and a large batch. The rate of each arm is searched with seed
-0, beginning at the base's best; AdamW's rows are there for scale. One row a run in results/ternary_ablation.csv.
+llama) and real width (smollm-cut, 576), each at a small and a large batch; and, for the carry's rank alone, Llamas of
+one and two layers, 1,024 and 2,048 wide, from scratch on llama's text (wide-1024, wide-2048). The rate of each arm is
+searched with seed 0, beginning at the base's best; AdamW's rows are there for scale. One row a run in
+results/ternary_ablation.csv.
 
 On characters and llama further arms (quality/scheme.py) change the scheme itself, in plain torch: the momentum's
 threshold, the share of what is dropped that a step releases, a bound on |n|, v without column factors or without trits,
@@ -23,6 +25,7 @@ import torch
 from quality.methods import BETAS, WEIGHT_DECAY, Build, adamw, ternary
 from quality.scheme import SCHEME_ARMS
 from quality.search import Study, best_power
+from quality.subword import WideTask
 from quality.summary import print_summary
 from quality.task import MissingData
 from quality.tasks import TASKS, load_task
@@ -34,7 +37,12 @@ from torch import nn
 import leantune as lt
 
 BASE = "base"
-STUDIED = ("characters", "llama", "smollm-cut")
+STUDIED = ("characters", "llama", "smollm-cut", "wide-1024", "wide-2048")
+WIDE_CELLS = (
+    Cell("wide-1024", batch=12, steps=100, power=0),
+    Cell("wide-1024", batch=48, steps=60, power=0),
+    Cell("wide-2048", batch=48, steps=60, power=-1),
+)
 
 
 def exact_embeddings(model: nn.Module, lr: float, weights: str, seed: int) -> torch.optim.Optimizer:
@@ -67,10 +75,13 @@ BF16_ARMS: dict[str, Build] = {
     "exact-nearest": ternary(states="exact", rounding="nearest"),
 }
 """Only where weights are bf16; the base rounds stochastically."""
+RANK_ARMS = ("adamw", BASE, "rank-0", "rank-1", "rank-2", "rank-8")
 EVERY_ARM = ARMS | BF16_ARMS | SCHEME_ARMS
 
 
 def arms_of(cell: Cell) -> list[str]:
+    if issubclass(TASKS[cell.task], WideTask):
+        return list(RANK_ARMS)
     return [*ARMS, *(BF16_ARMS if TASKS[cell.task].weights == "bf16" else SCHEME_ARMS)]
 
 
@@ -96,7 +107,7 @@ def main() -> None:
     study = Study(rows, EVERY_ARM)
     cells = [
         Cell(cell.task, cell.batch, arguments.steps or cell.steps, cell.power)
-        for cell in CELLS
+        for cell in (*CELLS, *WIDE_CELLS)
         if cell.task in arguments.only.split(",")
     ]
     if not arguments.summary:

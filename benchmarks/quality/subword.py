@@ -83,6 +83,44 @@ class LlamaTask(SubwordTask):
         return LlamaForCausalLM(config)
 
 
+class WideTask(SubwordTask):
+    """A Llama as wide as real ones, bf16 weights, tied head; shallow, so that it can be trained again and again."""
+
+    weights = "bf16"
+    width, layers = 0, 0
+
+    def model(self, seed: int) -> nn.Module:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=self.width,
+            intermediate_size=2 * self.width,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.width // 64,
+            num_key_value_heads=self.width // 128,
+            max_position_embeddings=LENGTH,
+            tie_word_embeddings=True,
+            initializer_range=0.02,
+        )
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config).bfloat16()
+
+
+class Wide1024Task(WideTask):
+    """2 layers of width 1,024: 19 M parameters."""
+
+    name = "wide-1024"
+    width, layers = 1024, 2
+
+
+class Wide2048Task(WideTask):
+    """1 layer of width 2,048: 40 M parameters."""
+
+    name = "wide-2048"
+    width, layers = 2048, 1
+
+
 class MixtureTask(SubwordTask):
     """(e) transformers' Qwen3-MoE, 2 layers of width 128, 3-D weights of 8 experts, 2 answering: 1.8 M parameters.
 

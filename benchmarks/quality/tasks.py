@@ -7,7 +7,7 @@ from quality.character import CharacterTask
 from quality.digits import DigitsConvolutionTask, DigitsTransformerTask
 from quality.sentence_pairs import SentencePairTask
 from quality.smollm import SmolCutTask, SmolTask
-from quality.subword import LlamaTask, MixtureTask
+from quality.subword import LlamaTask, MixtureTask, Wide1024Task, Wide2048Task
 from quality.task import Task
 
 TASKS: dict[str, type[Task]] = {
@@ -15,6 +15,8 @@ TASKS: dict[str, type[Task]] = {
     for task in (
         CharacterTask,
         LlamaTask,
+        Wide1024Task,
+        Wide2048Task,
         SentencePairTask,
         MixtureTask,
         SmolCutTask,
