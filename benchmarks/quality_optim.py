@@ -128,8 +128,13 @@ class Benchmark:
 
 
 def wanted(cell: Cell) -> list[str]:
-    """The methods of a cell, by its weights' format and its own lists."""
-    names = [name for name, method in METHODS.items() if TASKS[cell.task].weights in method.only]
+    """The methods of a cell, by its weights' format, where it begins, and its own lists."""
+    task = TASKS[cell.task]
+    names = [
+        name
+        for name, method in METHODS.items()
+        if task.weights in method.only and (task.pretrained or not method.fine_tuning)
+    ]
     return names if cell.searched is None else [name for name in names if name in (*cell.searched, *cell.fixed)]
 
 

@@ -23,6 +23,8 @@ class Method:
     offset: int = 0
     only: tuple[str, ...] = ("fp32", "bf16")
     """Weight formats it is run on."""
+    fine_tuning: bool = False
+    """Run only where training begins with a trained model."""
 
 
 def adamw(model: nn.Module, lr: float, weights: str, seed: int, beta1: float = BETAS[0]) -> torch.optim.Optimizer:
@@ -40,6 +42,10 @@ def ternary(**settings: Any) -> Build:
         return lt.TernaryAdamW(model.parameters(), lr=lr, **merged)
 
     return build
+
+
+def _one_sparse(model: nn.Module, lr: float, weights: str, seed: int) -> torch.optim.Optimizer:
+    return lt.TacoOneSparse(model.parameters(), lr=lr, seed=seed)
 
 
 def _adamw_without_momentum(model: nn.Module, lr: float, weights: str, seed: int) -> torch.optim.Optimizer:
@@ -99,6 +105,7 @@ METHODS: dict[str, Method] = {
     "laprop": Method(ternary(states="exact")),
     "adamw-beta1-0": Method(_adamw_without_momentum, offset=-1),
     "adamw-plain": Method(_adamw_plain, only=("bf16",)),
+    "one-sparse": Method(_one_sparse, offset=2, fine_tuning=True),
     "sgd": Method(_sgd, offset=5),
 }
 PEERS = ("torchao-8bit", "torchao-4bit", "bnb-8bit", "adafactor", "lion", "sgd")
@@ -107,7 +114,7 @@ TIERS = (
     ("adamw", "ternary-r4"),
     ("ternary-r0", "ternary-2p-r4"),
     ("torchao-8bit", "torchao-4bit", "bnb-8bit"),
-    ("adafactor", "lion", "laprop", "adamw-beta1-0", "adamw-plain", "sgd", "ternary-2p-r0"),
+    ("adafactor", "lion", "laprop", "adamw-beta1-0", "adamw-plain", "one-sparse", "sgd", "ternary-2p-r0"),
 )
 """The order of work: a tier is finished on every task before the next begins."""
 SEEDED = ("adamw", "ternary-r4", "ternary-r0", "ternary-2p-r4")

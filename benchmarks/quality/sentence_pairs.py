@@ -63,6 +63,7 @@ class PairModel(nn.Module):
 
 class SentencePairTask(Task):
     name = "rte"
+    pretrained = True
 
     def __init__(self, data: Path) -> None:
         from transformers import AutoTokenizer

@@ -17,6 +17,7 @@ class SmolTask(Task):
     """The whole model, 135 M parameters. It is the folder ``leantune demo`` keeps (see training/demo_model.py)."""
 
     name = "smollm"
+    pretrained = True
     weights = "bf16"
     evaluated = 32
     """Held-out windows, of the test file's text."""

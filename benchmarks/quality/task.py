@@ -35,6 +35,8 @@ class Task:
     name = ""
     weights = "fp32"
     """Format of the weights: "fp32" or "bf16"."""
+    pretrained = False
+    """Whether training begins with a trained model."""
     smoke = False
     """A smoke test: it can fail a method, not rank it."""
 
