@@ -1,7 +1,9 @@
 """FusedBackward equals the ordinary step, holds one gradient at a time, and refuses what would go wrong in silence."""
 
 import copy
+import functools
 import math
+import weakref
 
 import pytest
 import torch
@@ -400,3 +402,61 @@ def test_a_compiled_model_s_donated_buffers_are_refused_under_two_passes(monkeyp
         optimizer.step()
     assert fused.grad_norm > 0
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("share", [0.0, 0.4, 0.7, 1.0])
+def test_gradients_kept_by_the_first_pass_change_nothing_and_end_the_second_early(
+    share: float, checkpointed: bool
+) -> None:
+    """Six blocks, a share of all gradients' bytes kept: the same bits, and the first blocks are not walked again."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
+    kept = copy.deepcopy(plain)
+    x = torch.randn(16, 32)
+    walks = [0] * 6
+    results = []
+    for model, keep in ((plain, 0), (kept, int(share * sum(param.nbytes for param in plain.parameters())))):
+        optimizer = lt.TernaryAdamW(model.named_parameters(), lr=1e-2)
+        fused = lt.FusedBackward(optimizer, model=model, clip="global", max_grad_norm=0.1, keep_bytes=keep)
+        for _ in range(3):
+            hidden = x
+            for number, block in enumerate(model):
+                call = functools.partial(lambda block, h: torch.tanh(block(h)), block)
+                hidden = checkpoint(call, hidden, use_reentrant=False) if checkpointed else call(hidden)
+                if model is kept:
+                    hidden.register_hook(lambda grad, number=number: walks.__setitem__(number, walks[number] + 1))
+            loss = hidden.square().mean()
+            fused.backward(loss)
+            optimizer.step()
+        results.append((fused.grad_norm, [param.detach().clone() for param in model.parameters()]))
+        assert not keep or loss.grad_fn is None
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(one, other) for one, other in zip(results[0][1], results[1][1]))
+    whole = int(share * 6 + 1e-9)  # blocks whose gradients fit
+    assert walks == [3] * whole + [6] * (6 - whole)
+
+
+def test_what_the_first_pass_keeps_stays_within_its_bytes_and_frees_the_graph() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
+    optimizer = lt.Lomo(model.named_parameters(), lr=1e-2)
+    fused = lt.FusedBackward(optimizer, model=model, clip="global", keep_bytes=2 * 64 * 64 * 4 + 100)
+    held = []
+    offer = fused._kept.offer
+    fused._kept.offer = lambda param, grad: (offer(param, grad), held.append(fused._kept._bytes))[0]
+    saved = torch.ones(8, 64, requires_grad=True)
+    alive = weakref.ref(hidden := saved * 1.0)
+    loss = model(hidden).square().mean()
+    del hidden
+    fused.backward(loss)
+    optimizer.step()
+    assert max(held) == 2 * 64 * 64 * 4 and fused._kept._bytes == 0
+    assert alive() is None and loss.item() > 0
+
+
+@pytest.mark.parametrize("arguments", [{"keep_bytes": -1, "clip": "global"}, {"keep_bytes": 1 << 20}])
+def test_keeping_that_cannot_work_is_refused(arguments: dict) -> None:
+    layer = nn.Linear(4, 4)
+    with pytest.raises(InvalidArgumentError, match="keep_bytes"):
+        lt.FusedBackward(lt.Lomo(layer.named_parameters(), lr=0.1), model=layer, **arguments)
+    assert not layer.weight._post_accumulate_grad_hooks

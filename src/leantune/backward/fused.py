@@ -26,11 +26,12 @@ from leantune.backward.accumulation import Accumulator
 from leantune.backward.clip import clip_factor, combined_norm
 from leantune.backward.graph import reached_by
 from leantune.backward.heads import Heads
+from leantune.backward.kept import KeptGradients
 from leantune.backward.reduction import Reducer, bucket_bytes, replicas
 from leantune.backward.scaling import LossScale
 from leantune.backward.targets import Target, checked_bound, collect
 from leantune.codec.counter_hash import stream_key
-from leantune.errors import BackwardError, NonFiniteError, StateMismatchError
+from leantune.errors import BackwardError, InvalidArgumentError, NonFiniteError, StateMismatchError
 from leantune.optim.base import LeanOptimizer
 from leantune.optim.gradient import Gradient, TiledGradient, Walk, whole_squared_norm
 from leantune.optim.row_shard import is_sharded
@@ -56,6 +57,9 @@ class FusedBackward:
         head: "tiles": the gradient of an output head under `leantune.linear_cross_entropy` is never whole where that is
             possible (see `report`), at the cost of making its logits again for the update; "whole": one buffer of the
             head's dtype, as for every other weight.
+        keep_bytes: with two passes, gradients that the first may keep, those of the layers nearest to the input; the
+            second then ends before it reaches them, and a step takes that much less time. Held beside all saved
+            activations. Afterwards ``loss`` is detached, so that what was not walked again is freed.
 
     ``loss.backward(); optimizer.step()`` in the one-pass modes; ``fused.backward(loss); optimizer.step()`` in any.
     With micro-batches: ``fused.backward(share * loss, last=False)`` for all but the last one, where ``share`` is what
@@ -89,6 +93,7 @@ class FusedBackward:
         loss_scale: LossScale | None = None,
         process_group: Any = "auto",
         head: str = "tiles",
+        keep_bytes: int = 0,
     ) -> None:
         self.optimizers: list[LeanOptimizer] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         self.clip = clip
@@ -106,6 +111,7 @@ class FusedBackward:
         group = replicas(model, process_group) if whole else None
         self._reducer = None if group is None else Reducer(whole, group)
         self._heads = Heads(head, averaged=self._reducer is not None)
+        self._kept = KeptGradients(self._checked_keep(keep_bytes))
         self._squares: dict[Tensor, float] = {}
         self._moved: list[str] = []
         self._closed: set[int] = set()
@@ -168,6 +174,21 @@ class FusedBackward:
             raise
         finally:
             self._phase = "idle"
+
+    def _checked_keep(self, keep_bytes: int) -> int:
+        if keep_bytes < 0:
+            raise InvalidArgumentError(f"keep_bytes is {keep_bytes}; it is a number of bytes, 0 to keep nothing.")
+        if keep_bytes and not self.two_passes:
+            raise InvalidArgumentError(
+                f"keep_bytes={keep_bytes} would do nothing: clip={self.clip!r} runs one backward. Leave it out, or use "
+                "clip='global'."
+            )
+        if keep_bytes and (self._reducer is not None or any(map(is_sharded, self._targets))):
+            raise InvalidArgumentError(
+                "keep_bytes works in one process: on replicas and shards every backward runs to its end, so that the "
+                "processes' collectives meet. Leave it out there."
+            )
+        return keep_bytes
 
     @property
     def two_passes(self) -> bool:
@@ -273,12 +294,32 @@ class FusedBackward:
                 self._phase, self._graph_task = "apply", None
                 if self._reducer is not None:
                     self._reducer.restart()
-                scaled.backward()
+                self._second_pass(scaled)
                 self._finish_reduction()
+                self._apply_kept()
+                if self._kept.budget and not loss._is_view():
+                    loss.detach_()
         else:
             self._phase = "once"
             scaled.backward()
             self._finish_reduction()
+
+    def _second_pass(self, loss: Tensor) -> None:
+        """Backward for the update, as far down as gradients are missing."""
+        if not self._kept.budget:
+            loss.backward()
+            return
+        missing = [param for param in self._squares if param not in self._kept]
+        if missing:
+            loss.backward(inputs=missing)
+
+    @torch.no_grad()
+    def _apply_kept(self) -> None:
+        """Apply and free what the first pass kept."""
+        while (kept := self._kept.take()) is not None:
+            param, grad = kept
+            with self._blaming(self._targets[param].name):
+                self._take(param, grad, self._targets[param])
 
     # -- inside backward --------------------------------------------------------------------------------------------
 
@@ -328,6 +369,8 @@ class FusedBackward:
             if self._phase != "measure":
                 self._refuse_repeat(param, target.name)
             self._squares[param] = square
+        if self._phase == "measure" and isinstance(grad, Tensor):
+            self._kept.offer(param, grad)
         if self._phase != "measure":
             self._move(param, grad, target)
 
@@ -488,6 +531,7 @@ class FusedBackward:
     def _reset(self) -> None:
         self._drop_sums()
         self._squares.clear()
+        self._kept.clear()
         self._moved.clear()
         self._closed.clear()
         self._graph_task, self._factor, self._phase = None, 1.0, "idle"
