@@ -7,6 +7,7 @@
 
 Tasks (FOLDER and models as in quality_optim.py; what is missing is skipped and said):
   rte           MiniLM encoder (22 M, fp32) on RTE
+  rte-smollm    SmolLM2-135M (bf16) on RTE, judged by the likelihood of its answer; one seed
   smollm-cut    the first 4 layers of SmolLM2-135M (19 M, bf16) on GSM8K text
   digits-vit, digits-cnn   a vision transformer and a CNN on scikit-learn's digits
   lstm          an LSTM over the characters of Tiny Shakespeare
@@ -33,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from quality.entailment import AnswerTask
 from quality.methods import set_rate
 from quality.recurrent import RecurrentTask
 from quality.search import Study, best_power
@@ -58,7 +60,7 @@ of digits."""
 ALL_ARMS = ARMS | ABLATIONS
 TASKS: dict[str, type[Task]] = {
     name: OTHER_TASKS[name] for name in ("rte", "smollm-cut", "digits-vit", "digits-cnn")
-} | {"lstm": RecurrentTask}
+} | {"lstm": RecurrentTask, "rte-smollm": AnswerTask}
 _QKV, _BERT_QKV = ("q_proj", "k_proj", "v_proj"), ("query", "key", "value")
 LAYERS = {
     "rte": Layers(
@@ -75,6 +77,9 @@ LAYERS = {
             "down": ("down_proj",),
         },
     ),
+    "rte-smollm": Layers(
+        (*_QKV, "gate_proj", "up_proj"), 32, (*_QKV, "o_proj", "gate_proj", "up_proj", "down_proj"), checkpoints=True
+    ),
     "digits-vit": Layers(
         ("qkv", "up", "down"), 16, variants={"attention": ("qkv",), "mlp": ("up", "down"), "down": ("down",)}
     ),
@@ -87,10 +92,11 @@ CELLS = (
     Cell("digits-vit", batch=64, steps=120, power=3, seeds=1),
     Cell("digits-cnn", batch=64, steps=120, power=4, seeds=1),
     Cell("lstm", batch=32, steps=250, power=3),
+    Cell("rte-smollm", batch=16, steps=30, power=-5, seeds=1),
 )
 GROUPS = {
     "rte": (8, 16, 64, 96, 192), "smollm-cut": (8, 16, 64, 96, 192), "digits-vit": (4, 8), "digits-cnn": (4,),
-    "lstm": (8, 16, 64),
+    "lstm": (8, 16, 64), "rte-smollm": (),
 }  # fmt: skip
 """Numbers of sub-tokens to ablate."""
 RATES_A_SEARCH = 4
@@ -108,6 +114,8 @@ def arms_of(task: str) -> list[str]:
 
 def items(task: Task, batch: Any) -> int:
     """Tokens, or images, of a batch."""
+    if isinstance(task, AnswerTask):
+        return task.rte.tokens(batch)
     if task.name == "rte":
         return sum(len(side[place]["input_ids"]) for side in (task.premises, task.hypotheses) for place in batch)
     return len(batch[0]) if task.name.startswith("digits") else batch[0].numel()

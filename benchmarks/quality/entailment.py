@@ -11,7 +11,7 @@ from torch.nn import functional
 from leantune.kernels.half_linear import use_fp32_products
 from leantune.memory.traced.trace import decoder_and_head
 from quality.sentence_pairs import RTE_SOURCE
-from quality.task import MissingData
+from quality.task import Evaluation, MissingData, Task
 
 ANSWERS = (" no", " yes")
 """Of "not_entailment" and "entailment": the text that follows the prompt."""
@@ -127,6 +127,33 @@ class EntailmentTask:
         hidden = decoder(input_ids=padded, use_cache=False).last_hidden_state
         last = torch.tensor([len(one) - 1 for one in ids])
         return head(hidden[torch.arange(len(ids)), last]).float()
+
+
+class AnswerTask(Task):
+    """The same as a `Task`: ``JUDGED`` of the held-out rows, and batches drawn row by row."""
+
+    name = "rte-smollm"
+    weights = "bf16"
+    pretrained = True
+    JUDGED = 400
+    """The standard error of an accuracy is 2.5 points."""
+
+    def __init__(self, data: Path) -> None:
+        super().__init__(data)
+        self.rte = EntailmentTask(data)
+
+    def model(self, seed: int) -> nn.Module:
+        return self.rte.model()
+
+    def batch(self, size: int, generator: torch.Generator) -> list[int]:
+        return torch.randint(0, TRAINED, (size,), generator=generator).tolist()
+
+    def loss(self, model: nn.Module, batch: list[int]) -> Tensor:
+        return self.rte.loss(model, batch)
+
+    def evaluate(self, model: nn.Module) -> Evaluation:
+        judged = self.rte.judge(model, range(TRAINED, TRAINED + self.JUDGED))
+        return Evaluation(judged.losses.mean().item(), judged.correct)
 
 
 def _rows(data: Path) -> list[list[str]]:
