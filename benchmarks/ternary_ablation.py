@@ -2,7 +2,7 @@
 
     python benchmarks/ternary_ablation.py --data FOLDER [--only llama] [--arms base,rank-0] [--threads 1]
     python benchmarks/ternary_ablation.py --data FOLDER --arms rank-8 --seeds 3   # seeds for arms that look better
-    python benchmarks/ternary_ablation.py --summary
+    python benchmarks/ternary_ablation.py --summary      # the Markdown table from the rows, nothing is run
 
 Arms change ``TernaryAdamW``'s defaults (one momentum plane, carry of rank 4, blocks of 128, beta2 .999): the carry's
 rank, the block, the planes, beta2, exact states for embeddings, and, where weights are bf16, how they are rounded.
@@ -26,7 +26,7 @@ from quality.methods import BETAS, WEIGHT_DECAY, Build, adamw, ternary
 from quality.scheme import SCHEME_ARMS
 from quality.search import Study, best_power
 from quality.subword import WideTask
-from quality.summary import print_summary
+from quality.summary import REFERENCE, entry, markdown, mean_and_error, paired_ratio
 from quality.task import MissingData
 from quality.tasks import TASKS, load_task
 from quality.training import COLUMNS, Cell, rate
@@ -85,6 +85,21 @@ def arms_of(cell: Cell) -> list[str]:
     return [*ARMS, *(BF16_ARMS if TASKS[cell.task].weights == "bf16" else SCHEME_ARMS)]
 
 
+def table(rows: ResultRows, cells: list[Cell]) -> str:
+    """Arms by cells: loss over AdamW's with the same seed, each at its own best rate; empty where an arm was not run."""
+    cells = [cell for cell in cells if rows.find(task=cell.task, batch=cell.batch, steps=cell.steps, method=REFERENCE)]
+    lines = []
+    for arm in EVERY_ARM:
+        found = [(entry(rows, cell, arm), entry(rows, cell, REFERENCE)) for cell in cells]
+        ratios = [
+            mean_and_error(paired_ratio(ours, reference), 4) + ours.note if ours and reference else ""
+            for ours, reference in found
+        ]
+        if any(ratios):
+            lines.append([arm, *ratios])
+    return markdown(["arm", *(f"{cell.task}, {cell.batch}" for cell in cells)], lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="the folder with the texts (see quality_optim.py)")
@@ -126,7 +141,7 @@ def main() -> None:
                 known = best_power(rows, cell, BASE)
                 best = study.search(task, cell, arm, cell.power if known is None else known)
                 study.seeds(task, cell, arm, best, arguments.seeds)
-    print_summary(rows, cells, set(), list(EVERY_ARM))
+    print(table(rows, cells))
 
 
 if __name__ == "__main__":
