@@ -324,7 +324,7 @@ def main() -> None:
             for method in methods:
                 benchmark.rehearse(method, arguments.steps)
             return
-        benchmark.zero_shot(task.held_out, "final")
+        benchmark.zero_shot()
         for method in methods:
             benchmark.finish(method)
     print(table(rows, itertools.chain([ZERO_SHOT], METHODS)))
