@@ -86,7 +86,7 @@ def arms_of(cell: Cell) -> list[str]:
 
 
 def table(rows: ResultRows, cells: list[Cell]) -> str:
-    """Arms by cells: loss over AdamW's with the same seed, each at its own best rate; empty where an arm was not run."""
+    """Arms by cells: loss over AdamW's with the same seed, each at its own best rate; empty where none was run."""
     cells = [cell for cell in cells if rows.find(task=cell.task, batch=cell.batch, steps=cell.steps, method=REFERENCE)]
     lines = []
     for arm in EVERY_ARM:

@@ -33,6 +33,7 @@ from leantune.training.moved import MovedShare
 from leantune.training.optimizers import build_optimizer, plain_optimizer
 from leantune.training.parallel.processes import join_processes
 from leantune.training.parallel.rank_plan import show_rank_plan
+from leantune.training.parallel.sharded_checkpoint import is_sharded_checkpoint
 from leantune.training.parallel.shards import load_spread
 from leantune.training.parallel.stop import StopOnSignal
 from leantune.training.planning.auto import before_the_data, refuse_what_does_not_fit, settled
@@ -40,6 +41,7 @@ from leantune.training.planning.settings import batch_shape
 from leantune.training.pretrained import load_tokenizer, model_limits
 from leantune.training.progress import ProgressBar
 from leantune.training.quantised_base import check_bitsandbytes, check_trainable, quantisation, settle
+from leantune.training.router_loss import leave_out_router_loss
 from leantune.training.run_card import write_run_card
 from leantune.training.samples import Sample, Sampler
 from leantune.training.save_probe import SaveProbe
@@ -89,7 +91,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     if resume_from is not None:
         check_identity(config, data, output)
     finished = resume_from is not None and _only_the_model_is_missing(config, resume_from, output)
-    loaded = load_spread(lambda: load_model(config), processes, resume_from)
+    loaded = load_spread(lambda: load_model(config, resume_from), processes, resume_from)
     trainer, velora = build_trainer(config, loaded, tokenizer, data), loaded.velora
     if resume_from is not None and velora is not None:
         velora.load(resume_from / VELORA_FILE)
@@ -185,9 +187,10 @@ class LoadedModel:
     velora: VeloraHandle | None
 
 
-def load_model(config: TrainConfig) -> LoadedModel:
-    """The model as it will train: adapters, exact savings, VeLoRA and products for this device in place."""
-    model = _model(config)
+def load_model(config: TrainConfig, resume_from: Path | None = None) -> LoadedModel:
+    """The model as it will train: adapters, exact savings, VeLoRA and products for this device in place. Where all
+    weights train, they are those of the checkpoint ``resume_from``, if it is one that a single process could read."""
+    model = _model(config, resume_from)
     if config.packing:
         check_packed_rows_apart(base_model(model))
     savings = apply_run_savings(config, model)
@@ -258,17 +261,21 @@ def _refuse_unwritable(output: Path) -> None:
         raise ConfigError(f"- output_dir {output} cannot be written: {place}: {error.strerror}") from None
 
 
-def _model(config: TrainConfig) -> Any:
+def _model(config: TrainConfig, resume_from: Path | None) -> Any:
+    source = config.model_name_or_path
+    if resume_from is not None and config.method not in LORA_METHODS and not is_sharded_checkpoint(resume_from):
+        # transformers' trainer would copy the checkpoint into the model by name, and lose what has another name in
+        # files than in memory: all experts of a mixture.
+        source = str(resume_from)
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            config.model_name_or_path, dtype=getattr(torch, config.dtype), quantization_config=quantisation(config)
+            source, dtype=getattr(torch, config.dtype), quantization_config=quantisation(config)
         )
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"- model_name_or_path {config.model_name_or_path!r}: {str(error).splitlines()[0]}"
-        ) from error
+        raise ConfigError(f"- model_name_or_path {source!r}: {str(error).splitlines()[0]}") from error
     check_trainable(config, model)
     settle(model)
+    leave_out_router_loss(model)
     if config.method in LORA_METHODS:
         from peft import LoraConfig, get_peft_model
 
@@ -339,6 +346,7 @@ def build_trainer(config: TrainConfig, loaded: LoadedModel, tokenizer: Any, data
         "report_to": "none",
         "eval_packing": False,
         "remove_unused_columns": True,
+        "router_aux_loss_coef": 0.0,
     }
     if not config.ours:
         arguments["optim"] = config.optim

@@ -16,6 +16,7 @@ from leantune.optim.ternary_adamw import TernaryAdamW
 from leantune.training.config import TrainConfig
 from leantune.training.data.load import PreparedData
 from leantune.training.quantised_base import compute_dtype, described
+from leantune.training.router_loss import router_coefficient
 from leantune.training.samples import stopped_share, stopping
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ def facts(config: TrainConfig, trainer: "LeanTrainer", data: PreparedData, savin
     else:
         norm = trainer.args.max_grad_norm
         found["clipping"] = f"global norm {norm:g} (transformers)" if norm else "none"
+    if router_coefficient(model) is not None:
+        found["router"] = "no balancing loss is added, as in transformers' own trainer (TRL's adds it)"
     found["exact savings"] = "\n".join(savings.lines())
     if config.velora_target_modules:
         found["VeLoRA"] = _velora(config)

@@ -18,6 +18,7 @@ from leantune.training.data.batch_order import LongestFirst
 from leantune.training.first_step import check_all_reached
 from leantune.training.parallel.shards import LOSS
 from leantune.training.parallel.spread_trainer import SpreadTrainer
+from leantune.training.router_loss import keep_router_coefficient, router_coefficient
 
 _UNUSED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "labels")
 
@@ -37,7 +38,9 @@ class LeanTrainer(SpreadTrainer):
         **arguments: Any,
     ) -> None:
         trained = [(param, param.data) for param in arguments["model"].parameters() if param.requires_grad]
+        coefficient = router_coefficient(arguments["model"])
         super().__init__(**arguments)
+        keep_router_coefficient(self.model, coefficient)
         for param, data in trained:
             if param.dtype != data.dtype:  # TRL rounds adapters on a quantised base to bfloat16 without a word
                 param.data = data
@@ -237,13 +240,8 @@ def base_model(model: Any) -> Any:
 
 
 def logit_settings(model: nn.Module) -> tuple[float, float | None]:
-    """(factor, softcap) between hidden states times head and the logits, from the model's config.
-
-    Raises ConfigError where the model adds a loss of its own that the loss without logits would leave out.
-    """
+    """(factor, softcap) between hidden states times head and the logits, from the model's config."""
     config: Any = model.config
-    if getattr(config, "output_router_logits", False):
-        raise ConfigError("- this model adds a router loss (output_router_logits); set exact_savings: false to keep it")
     scale = float(getattr(config, "logit_scale", None) or 1.0)
     if getattr(config, "logits_scaling", None):
         scale /= float(config.logits_scaling)

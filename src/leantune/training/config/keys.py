@@ -57,7 +57,7 @@ REFUSED = {
     "label_smoothing_factor": "label smoothing is not in this release; leave it out",
     "use_liger_kernel": "the loss without logits is exact_savings: true; leave use_liger_kernel out",
     "liger_kernel_config": "the loss without logits is exact_savings: true; leave liger_kernel_config out",
-    "router_aux_loss_coef": "router losses are not in this release; leave it out",
+    "router_aux_loss_coef": "the router's balancing loss is not added here; leave it out",
     "model_init_kwargs": "write dtype; nothing else about loading can be set in this release",
     "trust_remote_code": "code that comes with a model is not run in this release",
     "dataset_kwargs": "leantune prepares the data itself; leave it out",

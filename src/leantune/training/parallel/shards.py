@@ -33,7 +33,7 @@ def load_spread(load: Callable[[], L], processes: "Processes", resume_from: Path
     """What ``load`` gives, every process with its part of the model: the weights of the first one, or rows of them.
 
     Models to be cut are loaded one process after another, so that the host holds one whole at a time. ``resume_from``:
-    a checkpoint that one process could read is loaded into a model before that is cut.
+    a checkpoint whose adapters are loaded before the model is cut.
     """
     if processes.kind != "fsdp2":
         loaded = load()
@@ -48,8 +48,9 @@ def load_spread(load: Callable[[], L], processes: "Processes", resume_from: Path
     for turn in range(processes.size):
         if turn == processes.rank:
             loaded = load()
-            if resume_from is not None and not is_sharded_checkpoint(resume_from):
-                _load_whole(loaded.model, resume_from)
+            adapted = hasattr(loaded.model, "peft_config")
+            if adapted and resume_from is not None and not is_sharded_checkpoint(resume_from):
+                loaded.model.load_adapter(str(resume_from), loaded.model.active_adapter, is_trainable=True)
             shard(loaded.model, mesh)
         processes.wait()
     return loaded
@@ -82,16 +83,6 @@ def shard(model: nn.Module, mesh: Any) -> None:
 
     setattr(inner, LOSS, MethodType(loss, inner))
     register_fsdp_forward_method(inner, LOSS)
-
-
-def _load_whole(model: Any, folder: Path) -> None:
-    if hasattr(model, "peft_config"):
-        model.load_adapter(str(folder), model.active_adapter, is_trainable=True)
-        return
-    from safetensors.torch import load_file
-
-    for path in sorted(folder.glob("model*.safetensors")):
-        model.load_state_dict(load_file(path), strict=False)
 
 
 def holds_shards(model: nn.Module) -> bool:

@@ -170,10 +170,11 @@ class SpreadTrainer(SFTTrainer):
             torch.save(scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Sharded weights, and adapters; a model that trains whole was built from the checkpoint's weights."""
         folder = Path(resume_from_checkpoint)
         if is_sharded_checkpoint(folder):
             load_sharded_model(folder, self._module)
-        elif not self.sharded:  # a whole model was loaded before it was cut
+        elif not self.sharded and hasattr(self._module, "peft_config"):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

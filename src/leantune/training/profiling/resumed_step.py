@@ -31,7 +31,7 @@ def resumed_step(config: TrainConfig) -> StageMeasurement:
     data = longest_first(config, data, config.max_steps)
     baseline = process_peak(device).current
     reset_process_peak(device)
-    loaded = load_model(config)
+    loaded = load_model(config, checkpoint)
     trainer, velora = build_trainer(config, loaded, tokenizer, data), loaded.velora
     trainer.remove_callback(PrinterCallback)
     if velora is not None:
