@@ -172,7 +172,7 @@ def run(
     trained: range,
     judged: range,
     epochs: int,
-    steps: int | None,
+    steps: int | None = None,
 ) -> dict[str, Any]:
     """The row's columns of one run; ``steps``: so many alone, to rehearse. What diverges has a loss of infinity."""
     begun = time.perf_counter()
