@@ -17,7 +17,8 @@ import time
 from pathlib import Path
 
 import torch
-from first_look import CONTEXT, CharacterModel
+from first_look import CharacterModel
+from quality.character import CONTEXT
 from rows import ResultRows
 from torch import Tensor, nn
 from torch.nn import functional
