@@ -20,6 +20,7 @@ _HOMES = {
     "apply_velora": "leantune.activations.velora.apply",
     "apply_exact_savings": "leantune.activations.exact.apply",
     "linear_cross_entropy": "leantune.activations.loss",
+    "shift_labels": "leantune.activations.loss",
     "attach": "leantune.training.attach",
     "plan": "leantune.training.planning.plan",
     "profile": "leantune.training.profiling.profile",
