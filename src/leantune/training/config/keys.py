@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
+from leantune.training.config.foreign_keys import FOREIGN
+
 # The same meaning under another name: taken, with a note.
 ALIASES = {
     "max_seq_length": "max_length",
@@ -31,17 +33,20 @@ ALIASES = {
     "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
     "lora_rank": "lora_r",
     "lora_target": "lora_target_modules",
+    "lr_scheduler": "lr_scheduler_type",
+    "adapter": "method",
+    "finetuning_type": "method",
+    "val_set_size": "eval_split",
+    "val_size": "eval_split",
+    "test_size": "eval_split",
+    "epochs": "num_train_epochs",
+    "enable_activation_checkpointing": "gradient_checkpointing",
 }
 
 # Refused, with what to write. Fields of SFTConfig stand here when they would be ignored, or undo what leantune does.
-REFUSED = {
+REFUSED = FOREIGN | {
     "warmup_ratio": "write warmup_steps; a value below 1 is a fraction of all steps",
     "batch_size": "write per_device_train_batch_size (rows in one forward pass)",
-    "val_size": "write eval_split, the share of the rows held out (eval_split: 0.05)",
-    "val_set_size": "write eval_split, the share of the rows held out (eval_split: 0.05)",
-    "test_size": "write eval_split, the share of the rows held out (eval_split: 0.05)",
-    "finetuning_type": "write method: full, lora or qlora",
-    "adapter": "write method: lora or qlora",
     "use_peft": "write method: lora or qlora",
     "device_map": "one device per process, always: a model split over devices by layers trains at the speed of one",
     "load_in_4bit": "write method: qlora (a 4-bit base with LoRA adapters)",

@@ -9,6 +9,7 @@ import yaml
 
 from leantune.errors import ConfigError
 from leantune.training.config.checks import problems_of
+from leantune.training.config.foreign_keys import OFF_IS_HERE
 from leantune.training.config.keys import ALIASES, FOREIGN_OPTIMIZER_KEYS, REFUSED, convert, passed_through, suggestion
 from leantune.training.config.run_config import TrainConfig
 
@@ -173,12 +174,21 @@ def _canonical(values: dict[str, Any], problems: list[str], notes: list[str]) ->
         key = str(raw).replace("-", "_")
         name = ALIASES.get(key, key)
         if key in REFUSED and key not in FOREIGN_OPTIMIZER_KEYS:
+            if value is None or (value is False and key in OFF_IS_HERE):
+                notes.append(f"{key}: {'empty' if value is None else 'false'} is as it is here; it can be left out")
+                continue
             problems.append(f"{key}: {REFUSED[key]}")
+            continue
+        if name != key and value is None:
+            notes.append(f"{key}: empty is as it is here; it can be left out")
             continue
         if name in out:
             problems.append(f"{key} sets {name} a second time; keep one of them")
             continue
         if name != key:
             notes.append(f"{key} is read as {name}")
+        if name == "lora_target_modules" and value == "all":
+            value = "all-linear"
+            notes.append(f"{key}: all is read as all-linear")
         out[name] = value
     return out
