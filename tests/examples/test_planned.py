@@ -20,7 +20,7 @@ def test_a_recipe_fits_the_memory_it_is_for(name: str, tmp_path: Path) -> None:
     config = tmp_path / name
     config.write_text(yaml.safe_dump(keys | {"model_name_or_path": str(model)}), encoding="utf-8")
     processes = PROCESSES.get(name, 1)
-    more = {"parallel": "fsdp", "world_size": processes} if processes > 1 else {}
+    more = {"world_size": processes} if processes > 1 else {}
     plan = lt.plan(str(config), **more)
     assert plan.fits and plan.free > 2**30, plan.table()
     planned = f"{plan.total / 2**30:.2f} GiB"

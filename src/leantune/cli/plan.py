@@ -19,7 +19,7 @@ leantune plan config.yaml --compare
 
 leantune plan config.yaml --tier traced --json
 
-leantune plan config.yaml --parallel fsdp --world_size 8 --gpu "RTX 3090"
+leantune plan config.yaml --parallel fsdp2 --world_size 8 --gpu "RTX 3090"
 
 Exit codes: 0 fits, 3 does not, 2 bad input.
 """
@@ -37,7 +37,7 @@ def plan(
     gpu: str = typer.Option(None, help='A card by name ("RTX 4090"): its memory is the budget.'),
     compare: bool = typer.Option(False, "--compare", help="AdamW, 8-bit, LoRA, QLoRA, LOMO and ours side by side."),
     tier: str = typer.Option("closed", help="closed, traced (a step on fake tensors) or measured (real steps)."),
-    parallel: str = typer.Option("none", help="none, ddp or fsdp."),
+    parallel: str = typer.Option(None, help="ddp or fsdp2; by default the config's, and ddp."),
     world_size: int = typer.Option(1, "--world_size", "--world-size", help="Processes, one device each."),
     host_memory_budget: str = typer.Option(None, "--host_memory_budget", "--host-memory-budget", help='"64GiB"'),
     disk_budget: str = typer.Option(None, "--disk_budget", "--disk-budget", help='"200GiB"'),

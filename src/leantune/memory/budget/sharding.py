@@ -9,12 +9,12 @@ from leantune.memory.closed_form.optimizer_cost import Trained
 from leantune.memory.closed_form.settings import RunSettings
 from leantune.memory.closed_form.weights import WeightTable
 
-KINDS = ("none", "ddp", "fsdp")
+KINDS = ("none", "ddp", "fsdp2")
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """How many processes train, and how: "none", "ddp" (each has all), "fsdp" (FSDP2: each has its rows)."""
+    """How many processes train, and how: "none", "ddp" (each has all), "fsdp2" (each has its rows)."""
 
     kind: str = "none"
     ranks: int = 1
@@ -24,7 +24,7 @@ class Parallel:
             raise InvalidArgumentError(f"parallel is {self.kind!r}; write one of {', '.join(KINDS)}")
         if self.ranks < 1 or (self.kind == "none" and self.ranks > 1):
             raise InvalidArgumentError(
-                f"{self.ranks} processes with parallel {self.kind!r}: write ddp or fsdp, and at least 1 process"
+                f"{self.ranks} processes with parallel {self.kind!r}: write ddp or fsdp2, and at least 1 process"
             )
 
     @property
@@ -59,7 +59,7 @@ def rank_share(shape: ModelShape, settings: RunSettings, table: WeightTable, par
     """
     adapters, states, gradients = table.adapter_bytes, table.state_bytes, table.gradient_bytes
     weights = table.weight_bytes - adapters
-    if parallel.kind != "fsdp" or parallel.ranks == 1:
+    if parallel.kind != "fsdp2" or parallel.ranks == 1:
         # Without a fused backward DDP's reducer copies gradients into its buckets.
         buckets = gradients if parallel.kind == "ddp" and parallel.ranks > 1 and not settings.fused else 0
         return RankShare(weights, adapters, states, gradients, buckets)

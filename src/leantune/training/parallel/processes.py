@@ -41,7 +41,7 @@ class Processes:
     @property
     def spread(self) -> Parallel:
         """The same, as plans take it."""
-        return Parallel({"fsdp2": "fsdp"}.get(self.kind, self.kind), self.size)
+        return Parallel(self.kind, self.size)
 
     def described(self, config: TrainConfig) -> str:
         """For the header: how many there are, and the rows of a step."""

@@ -20,7 +20,7 @@ def show_rank_plan(config: TrainConfig, data: PreparedData, processes: Processes
         return
     longest = config if config.packing else replace(config, max_length=min(config.max_length, data.longest))
     try:
-        found = plan(longest, parallel="fsdp", world_size=processes.size, advice=False)
+        found = plan(longest, parallel="fsdp2", world_size=processes.size, advice=False)
     except InvalidArgumentError as error:
         if config.memory_budget is not None:
             raise ConfigError(f"- memory_budget: this model cannot be planned in shards: {error}") from error

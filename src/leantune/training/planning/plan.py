@@ -34,7 +34,7 @@ def plan(
     host_memory_budget: str | int | None = None,
     disk_budget: str | int | None = None,
     gpu: str | None = None,
-    parallel: str = "none",
+    parallel: str | None = None,
     world_size: int = 1,
     tier: str = "closed",
     advice: bool = True,
@@ -48,7 +48,7 @@ def plan(
         memory_budget: memory of the device ("24GiB"); by default the config's, or the card's of ``gpu``.
         host_memory_budget, disk_budget: held on their own.
         gpu: the name of a card ("RTX 4090"). Without one the plan is for a GPU all the same.
-        parallel, world_size: "ddp" or "fsdp", and how many processes.
+        parallel, world_size: "ddp" or "fsdp2", by default the config's, and how many processes.
         tier: "closed" (arithmetic), "traced" (also one step on fake tensors), "measured" (also two real steps of a
             model with random weights, on this machine): the later ones are compared with the first.
         calibration: memory_calibration.json of a profile on the same machine, or its folder: stages are corrected by
@@ -71,7 +71,7 @@ def plan(
             "tokens (leantune validate prints the lengths)"
         )
     asked = _Asked(config, _budgets(config, memory_budget, host_memory_budget, disk_budget, gpu), tier, advice)
-    described, spread = read_sizes(config.model_name_or_path), Parallel(parallel, world_size)
+    described, spread = read_sizes(config.model_name_or_path), _spread(config, parallel, world_size)
     recipe = _recipe(asked, described, spread)
     if recipe is not None:
         config = recipe.rung.config
@@ -85,10 +85,20 @@ def plan(
         found = _in_closed_form(asked, spread, shape, settings, table)
     if recipe is not None:
         found = replace(found, chosen=recipe.lines)
+    if config.parallel is not None and spread.ranks == 1:
+        alone = f"this plan is for one process; write world_size (--world_size 8) for {config.parallel} on several"
+        found = replace(found, notes=(*found.notes, alone))
     if calibration is None:
         return found
     measured = read_calibration(calibration)
     return replace(found, staged=calibrated(found.staged, measured), notes=(*found.notes, calibration_note(measured)))
+
+
+def _spread(config: TrainConfig, parallel: str | None, world_size: int) -> Parallel:
+    """One process has no other to share with, whatever the config says of several."""
+    if parallel is None:
+        parallel = "none" if world_size == 1 else (config.parallel or "ddp")
+    return Parallel(parallel, world_size)
 
 
 @dataclass(frozen=True)
