@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.setup
 
-.PHONY: demo test test-slow lint setup clean
+.PHONY: demo test test-slow lint reference setup clean
 
 demo: $(SETUP)
 	$(BIN)/leantune demo $(ARGS)
@@ -20,6 +20,10 @@ lint: $(SETUP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# docs/reference.md, from docstrings, config keys and commands.
+reference: $(SETUP)
+	$(BIN)/python docs/generate_reference.py
 
 setup: $(SETUP)
 

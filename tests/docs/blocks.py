@@ -32,10 +32,10 @@ class Block:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
     def commands(self) -> list[list[str]]:
-        """Of a block of commands: the words of each, comments left out, lines that end in a backslash joined."""
+        """Of a block of commands: the words of each, lines that end in a backslash joined, comments and "> FILE" gone."""
         joined = re.sub(r"\\\n\s*", "", self.text)
         split = (shlex.split(line, comments=True) for line in joined.splitlines())
-        return [words for words in split if words]
+        return [words[: words.index(">")] if ">" in words else words for words in split if words]
 
 
 def blocks() -> list[Block]:
