@@ -1,8 +1,8 @@
 """Every code block of README.md, CONTRIBUTING.md, docs/ and examples/README.md does what it shows.
 
 Each Python block runs by itself; what snippets take from the reader (a model, a batch, a loss) is there (`given`). YAML
-is read as a config. `leantune` commands are parsed, their keys and options checked, and plan, validate and env run; those
-that train run in test_quick_start.py, which is slow.
+is read as a config. `leantune` commands are parsed, their keys and options checked, and plan, validate and env run;
+those that train run in test_quick_start.py, which is slow.
 """
 
 import contextlib
