@@ -55,6 +55,13 @@ class NotEnoughRoomError(LeantuneError, RuntimeError):
     exit_code = 3
 
 
+class WriteError(LeantuneError, RuntimeError):
+    """The disk did not take what a run writes. The message says which checkpoint is whole. The command ends with exit
+    code 3."""
+
+    exit_code = 3
+
+
 class StoppedError(LeantuneError, RuntimeError):
     """A run was told to stop by a signal (SIGINT, SIGTERM); its checkpoint is written. The command ends with 128
     plus the ``number`` of the signal, as a shell reports it."""

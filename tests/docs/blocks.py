@@ -32,7 +32,7 @@ class Block:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
     def commands(self) -> list[list[str]]:
-        """Of a block of commands: the words of each, backslashes at ends of lines joined, comments and "> FILE" gone."""
+        """Of a block of commands: the words of each; backslashes at ends of lines, comments and "> FILE" are gone."""
         joined = re.sub(r"\\\n\s*", "", self.text)
         split = (shlex.split(line, comments=True) for line in joined.splitlines())
         return [words[: words.index(">")] if ">" in words else words for words in split if words]

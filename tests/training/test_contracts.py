@@ -1,6 +1,7 @@
 """What a run promises beside learning: nothing is sent, nothing set is ignored, a resumed run is the same run."""
 
 import functools
+import io
 import shutil
 from pathlib import Path
 
@@ -262,3 +263,30 @@ def test_what_is_not_installed_is_named(tiny_model_path: str, rows: str, tmp_pat
         train(config(tiny_model_path, rows, tmp_path / "out", report_to="wandb"), console=QUIET)
     with pytest.raises(ConfigError, match="optim: galore_adamw cannot be used here"):
         train(config(tiny_model_path, rows, tmp_path / "out", optim="galore_adamw"), console=QUIET)
+
+
+def test_p14_one_device_a_process_whatever_is_visible(
+    tiny_model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain python on a machine with two GPUs: transformers would copy the model to both; here it would be cut, too, by
+    device_map auto, as TRL loads. Neither happens, and the header says so."""
+    import transformers
+
+    without_pictures(monkeypatch)
+    loads, trainers, words = [], [], Console(file=io.StringIO(), width=160)
+    load = transformers.AutoModelForCausalLM.from_pretrained.__func__
+
+    def watched(cls, *arguments, **more):
+        loads.append(more)
+        return load(cls, *arguments, **more)
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", classmethod(watched))
+    monkeypatch.setattr(transformers.TrainingArguments, "n_gpu", property(lambda self: self.__dict__.get("_n_gpu") or 2))
+    build = run_module.build_trainer
+    monkeypatch.setattr(run_module, "build_trainer", lambda *given: trainers.append(build(*given)) or trainers[-1])
+    config = tiny_config(tiny_model_path, write_rows(tmp_path, 8), tmp_path / "out", max_steps=2)
+    result = train(config, console=words)
+    assert loads and all("device_map" not in more for more in loads)
+    assert trainers[0].args.n_gpu == 1
+    assert len({param.device for param in result.model.parameters()}) == 1
+    assert "one a process" in words.file.getvalue()

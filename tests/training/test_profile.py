@@ -14,7 +14,7 @@ from tiny_runs import tiny_config, write_rows
 from typer.testing import CliRunner
 
 from leantune.cli import command_line
-from leantune.errors import MemoryBudgetError
+from leantune.errors import ConfigError, MemoryBudgetError
 from leantune.memory.closed_form.settings import RunSettings
 from leantune.memory.reports.calibration import read_calibration
 from leantune.memory.reports.stages import FIRST_STEP, RESUME, STAGES, STEP, TOTAL
@@ -156,3 +156,11 @@ def test_the_command_profiles_a_config(tiny_model_path: str, tmp_path: Path) -> 
     assert "steady step" in ended.stdout
     wrong = subprocess.run([leantune, "profile", "--modle", "x"], capture_output=True, text=True)
     assert wrong.returncode == 2
+
+
+def test_one_of_several_processes_is_not_profiled(tiny_model_path, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = tiny_config(tiny_model_path, write_rows(tmp_path, 8), tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"measures one process.*leantune plan CONFIG --world_size"):
+        profiling.profile(config)
+    assert not (tmp_path / "run").exists()

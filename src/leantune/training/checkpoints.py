@@ -11,7 +11,7 @@ from leantune.training.config import TrainConfig
 from leantune.training.parallel.sharded_checkpoint import damage_of, is_sharded_checkpoint
 
 VELORA_FILE = "velora.safetensors"
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors")
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors")
 _STATES = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
 _PROGRESS = "trainer_state.json"
 
@@ -24,7 +24,7 @@ def checkpoints(output_dir: str | Path) -> list[Path]:
 
 def holds_model(folder: Path) -> bool:
     """Whether a folder holds the weights of a model or an adapter."""
-    return any((folder / name).exists() for name in _WEIGHTS)
+    return any((folder / name).exists() for name in WEIGHTS)
 
 
 def check_checkpoint(folder: Path, config: TrainConfig) -> None:
@@ -53,6 +53,11 @@ def check_checkpoint(folder: Path, config: TrainConfig) -> None:
             f"- resume: {folder} is not whole: {'; '.join(dict.fromkeys(problems))}. Going on would not continue the "
             "run. Move this folder away to resume from the checkpoint before it, or start anew in another output_dir"
         )
+
+
+def step_of(folder: Path) -> int:
+    """The step after which a checkpoint was written."""
+    return int(folder.name.partition("-")[2])
 
 
 def at_the_end(folder: Path, config: TrainConfig) -> bool:

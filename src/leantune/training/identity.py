@@ -11,6 +11,7 @@ from typing import Any
 from leantune.errors import StateMismatchError
 from leantune.training.config import TrainConfig
 from leantune.training.data.load import PreparedData
+from leantune.training.disk import write_whole
 from leantune.training.parallel.processes import current_processes
 
 IDENTITY_FILE = "run_identity.json"
@@ -46,7 +47,7 @@ def identity(config: TrainConfig, data: PreparedData) -> dict[str, Any]:
 
 def write_identity(config: TrainConfig, data: PreparedData, folder: Path) -> None:
     """Leave what `check_identity` compares with in ``folder``."""
-    (folder / IDENTITY_FILE).write_text(json.dumps(identity(config, data), indent=2) + "\n", encoding="utf-8")
+    write_whole(folder / IDENTITY_FILE, json.dumps(identity(config, data), indent=2) + "\n")
 
 
 def check_identity(config: TrainConfig, data: PreparedData, folder: Path) -> None:

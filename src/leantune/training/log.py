@@ -58,14 +58,15 @@ class RunLog(TrainerCallback):
         aside.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
         os.replace(aside, self.path)
 
-    def plot(self, folder: Path, before: float | None, after: float | None) -> None:
-        """loss.png: training loss by step, held-out loss before and after; curves.png: what else was logged."""
+    def plot(self, folder: Path, before: tuple[int, float | None], after: float | None) -> None:
+        """loss.png: training loss by step, held-out loss before (at its step) and after; curves.png: what else was
+        logged."""
         plot_curves(self.rows, folder / "curves.png")
         steps = [float(row["step"]) for row in self.rows if "loss" in row]
         losses = [float(row["loss"]) for row in self.rows if "loss" in row]
         if not steps:
             return
-        held_out = [(place, loss) for place, loss in ((0.0, before), (steps[-1], after)) if loss is not None]
+        held_out = [(float(place), loss) for place, loss in (before, (steps[-1], after)) if loss is not None]
         plot_loss(steps, losses, folder / "loss.png", heldout=held_out)
 
 

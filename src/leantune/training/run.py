@@ -22,10 +22,11 @@ from leantune.memory import MemoryTimeline, MemoryTracker, Plan, format_bytes, p
 from leantune.memory.budget.sharding import ALONE, Parallel
 from leantune.memory.parts import OPTIMIZER_STATES
 from leantune.memory.reports.plots import plot_memory
-from leantune.training.checkpoints import VELORA_FILE, at_the_end, check_checkpoint, checkpoints, holds_model
+from leantune.training.checkpoints import VELORA_FILE, at_the_end, check_checkpoint, checkpoints, holds_model, step_of
 from leantune.training.config import LORA_METHODS, TrainConfig
 from leantune.training.data.load import PreparedData, load_data
 from leantune.training.data.packed_rows import check_packed_rows_apart
+from leantune.training.disk import write_whole, writes_are_told
 from leantune.training.exact_savings import RunSavings, apply_run_savings
 from leantune.training.identity import check_identity, write_identity
 from leantune.training.log import RunLog
@@ -58,7 +59,10 @@ class TrainResult:
     model: Any
     tokenizer: Any
     output_dir: Path
+    begun_at: int
+    """The step that a resumed run went on from; 0 of a run from the beginning."""
     held_out_before: float | None
+    """At ``begun_at``."""
     held_out_after: float | None
     tokens_per_second: float
     peak_bytes: int
@@ -74,9 +78,13 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     """Fine-tune the model a config names; writes the model, log.jsonl, plots and reports into ``output_dir``.
 
     Raises ConfigError before the model is loaded where config or data cannot work, NotEnoughRoomError where the plan
-    exceeds ``memory_budget``; NonFiniteError where the loss leaves the numbers.
+    exceeds ``memory_budget``; NonFiniteError where the loss leaves the numbers; WriteError where the disk refuses.
     """
-    console = console or Console()
+    with writes_are_told(Path(config.output_dir)):
+        return _train(config, console or Console())
+
+
+def _train(config: TrainConfig, console: Console) -> TrainResult:
     output = Path(config.output_dir)
     processes = join_processes(config)
     console = processes.console(console)
@@ -102,7 +110,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     show_rank_plan(config, data, processes, console)
     reports = processes.folder(output)
     reports.mkdir(parents=True, exist_ok=True)
-    (reports / "leantune_config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    write_whole(reports / "leantune_config.yaml", config.to_yaml())
     write_identity(config, data, reports)
     data.report.write_dropped(reports)
     if plan is not None:
@@ -121,13 +129,15 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
         _hold_against_budget(config, plan)
         if plan is not None:
             plan.save(reports)
+    begun_at = 0
+    if resume_from is not None:
+        begun_at = step_of(resume_from)
+        trainer._load_from_checkpoint(str(resume_from))  # so that the held-out loss is that of where it goes on
     before = trainer.held_out_loss()
     start = time.perf_counter()
     stop.listen()
     try:
-        if finished:
-            trainer._load_from_checkpoint(str(resume_from))
-        else:
+        if not finished:
             trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
     finally:
         stop.remove()
@@ -144,12 +154,13 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     if timeline is not None:
         (reports / "memory_profile.json").write_text(json.dumps(timeline.to_json()) + "\n", encoding="utf-8")
         plot_memory(timeline, reports / "memory.png", plan_total=plan.total if plan else None)
-    log.plot(reports, before, after)
+    log.plot(reports, (begun_at, before), after)
     tokens = processes.total(trainer.tokens_seen - probe.tokens)
     result = TrainResult(
         model=trainer.accelerator.unwrap_model(trainer.model),
         tokenizer=tokenizer,
         output_dir=output,
+        begun_at=begun_at,
         held_out_before=before,
         held_out_after=after,
         tokens_per_second=tokens / seconds if tokens and seconds > 0 else 0.0,

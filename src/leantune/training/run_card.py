@@ -87,7 +87,8 @@ def _results(config: TrainConfig, result: "TrainResult") -> dict[str, str]:
     if losses:
         found["training loss, first and last logged"] = f"{losses[0]:.4f}, {losses[-1]:.4f}"
     if result.held_out_before is not None and result.held_out_after is not None:
-        found["held-out loss, before and after"] = f"{result.held_out_before:.4f}, {result.held_out_after:.4f}"
+        begun = f"at step {result.begun_at}, where the run was resumed," if result.begun_at else "before"
+        found[f"held-out loss, {begun} and after"] = f"{result.held_out_before:.4f}, {result.held_out_after:.4f}"
     found["speed"] = f"{result.tokens_per_second:,.0f} tokens/s"
     if result.samples:
         found["answers"] = stopping(result.samples, config.sample_tokens)

@@ -143,6 +143,7 @@ def write_summary(config: TrainConfig, result: "TrainResult", folder: Path) -> N
         if config.max_grad_norm is None
         else config.max_grad_norm,
         "steps": max((row["step"] for row in result.log), default=0),
+        "begun_at": result.begun_at,
         "held_out_before": result.held_out_before,
         "held_out_after": result.held_out_after,
         "answers": len(result.samples),
@@ -172,7 +173,10 @@ def summary(console: Console, config: TrainConfig, result: "TrainResult") -> Non
         console.print(f"VeLoRA: {format_bytes(result.velora.saved_bytes)} saved ({kept})", highlight=False)
     console.print(f"{result.tokens_per_second:,.0f} tokens/s", highlight=False)
     if result.held_out_before is not None and result.held_out_after is not None:
-        console.print(f"held-out loss {result.held_out_before:.4f} -> {result.held_out_after:.4f}", highlight=False)
+        begun = f" at step {result.begun_at}, where this run went on" if result.begun_at else ""
+        console.print(
+            f"held-out loss {result.held_out_before:.4f}{begun} -> {result.held_out_after:.4f}", highlight=False
+        )
     if result.samples:
         console.print(stopping(result.samples, config.sample_tokens), highlight=False)
     console.print(f"written to {result.output_dir}", highlight=False)

@@ -18,7 +18,7 @@ from trl import SFTTrainer
 
 from leantune.backward.reduction import Reducer
 from leantune.optim.row_shard import is_sharded
-from leantune.training.checkpoints import checkpoints, remove_whole
+from leantune.training.checkpoints import WEIGHTS, checkpoints, remove_whole
 from leantune.training.parallel.processes import current_processes
 from leantune.training.parallel.sharded_checkpoint import (
     is_sharded_checkpoint,
@@ -133,7 +133,8 @@ class SpreadTrainer(SFTTrainer):
         if self.processes.first:
             self._save_beside(aside)
             synced(aside)
-            for path in sorted(aside.rglob("*")):
+            # The weights come last: a folder that holds them holds everything.
+            for path in sorted(aside.rglob("*"), key=lambda path: (path.name in WEIGHTS, path)):
                 if path.is_file():
                     place = folder / path.relative_to(aside)
                     place.parent.mkdir(parents=True, exist_ok=True)

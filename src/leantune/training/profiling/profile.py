@@ -82,6 +82,11 @@ def profile(
     Returns: the profile; ``profile.shortage`` says where memory ran out, if it did.
     Raises: ConfigError where config or data cannot work.
     """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            "- leantune profile measures one process, and this is one of several (WORLD_SIZE is "
+            f"{os.environ['WORLD_SIZE']}); run it without torchrun. For several: leantune plan CONFIG --world_size N"
+        )
     if not isinstance(config, TrainConfig):
         given = [f"--{key}={json.dumps(value)}" for key, value in (flags or {}).items()]
         config = load_config(config, given)

@@ -1,0 +1,60 @@
+"""What a run says when the disk does not take what it writes."""
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from leantune.errors import WriteError
+from leantune.training.checkpoints import checkpoints
+
+_REFUSED = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.EFBIG}
+_TOLD = re.compile("|".join(os.strerror(number) for number in sorted(_REFUSED)))
+_TORCH = re.compile(r"PytorchStreamWriter|iostream error|unexpected pos")
+
+
+@contextmanager
+def writes_are_told(folder: Path) -> Iterator[None]:
+    """Turn the error of a failed write under ``folder``, whichever library wrote, into a `WriteError` that says what is
+    left and how to go on."""
+    try:
+        yield
+    except Exception as error:
+        reason = refused_write(error, folder)
+        if reason is None:
+            raise
+        found = checkpoints(folder)
+        if found:
+            how = (
+                f"The last whole checkpoint is {found[-1]}. Make room, then the same command with resume: true goes on"
+            )
+        else:
+            how = "There is no checkpoint yet. Make room, or write another output_dir, and start again"
+        raise WriteError(f"{folder} could not be written: {reason}. {how}") from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file aside and rename it into place: killed in between, what stood there before still does."""
+    aside = path.with_name(f".{path.name}.writing")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, path)
+
+
+def refused_write(error: BaseException | None, folder: Path) -> str | None:
+    """Why the system refused a write under ``folder``, in its own words; None where ``error`` is no such thing.
+
+    Python's errors have a number; those of safetensors and tokenizers have words alone, torch's writer not even those.
+    """
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _REFUSED:
+            place = Path(str(error.filename)) if error.filename else folder
+            if folder.resolve() in (place.resolve(), *place.resolve().parents):
+                return str(error.strerror)
+        elif told := _TOLD.search(str(error)):
+            return told.group()
+        elif isinstance(error, RuntimeError) and _TORCH.search(str(error)):
+            return "torch could not write a file (a full disk, most often)"
+        error = error.__cause__ or error.__context__
+    return None
