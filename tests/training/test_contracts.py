@@ -281,7 +281,9 @@ def test_p14_one_device_a_process_whatever_is_visible(
         return load(cls, *arguments, **more)
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", classmethod(watched))
-    monkeypatch.setattr(transformers.TrainingArguments, "n_gpu", property(lambda self: self.__dict__.get("_n_gpu") or 2))
+    monkeypatch.setattr(
+        transformers.TrainingArguments, "n_gpu", property(lambda self: self.__dict__.get("_n_gpu") or 2)
+    )
     build = run_module.build_trainer
     monkeypatch.setattr(run_module, "build_trainer", lambda *given: trainers.append(build(*given)) or trainers[-1])
     config = tiny_config(tiny_model_path, write_rows(tmp_path, 8), tmp_path / "out", max_steps=2)
