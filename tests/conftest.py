@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from trap_names import traps_of
 
 if not torch.cuda.is_available():
     # Before anything imports Triton: tests/kernels/test_triton.py runs its kernels in the interpreter.
@@ -47,6 +48,12 @@ def tiny_tokenizer():
     )
     fast.chat_template = CHATML
     return fast
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark a test with the faults it is about."""
+    for trap in traps_of(item.name):
+        item.add_marker(pytest.mark.trap(id=trap))
 
 
 @pytest.fixture(scope="session")

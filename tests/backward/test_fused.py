@@ -225,6 +225,25 @@ def test_g7_lost_hooks_and_steps_without_backward_are_noticed() -> None:
         optimizer.step()
 
 
+@pytest.mark.parametrize("how", ["copied", "assigned", "thawed"])
+def test_g7_a_model_copied_assigned_or_thawed_after_its_hooks_is_noticed(how: str) -> None:
+    """What trains then is not what has hooks: the step says so."""
+    model = Model()
+    model.head.weight.requires_grad_(how != "thawed")
+    optimizer = lt.Lomo(model.named_parameters(), lr=0.1)
+    fused = lt.FusedBackward(optimizer, model)
+    trained = copy.deepcopy(model) if how == "copied" else model
+    if how == "assigned":
+        trained.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    trained.head.weight.requires_grad_(True)
+    before = copy.deepcopy(trained.state_dict())
+    with pytest.raises(BackwardError, match=r"head\.weight.*has no hook" if how == "thawed" else "no gradient"):
+        fused.backward(loss_of(trained, 0))
+        optimizer.step()
+    if how != "thawed":
+        assert all(torch.equal(value, before[name]) for name, value in trained.state_dict().items())
+
+
 def test_o19_a_non_finite_loss_moves_nothing_and_a_gradient_names_what_moved() -> None:
     model = Model()
     optimizer = lt.Lomo(model.parameters(), lr=0.1)

@@ -61,6 +61,33 @@ def test_p13_resuming_in_a_later_epoch_continues_bit_for_bit_and_is_measured(
 
 
 @pytest.mark.usefixtures("light")
+@pytest.mark.parametrize("more", [{}, {"method": "lora", "lora_r": 4, "learning_rate": 1e-2}])
+def test_p13_a_resumed_runs_held_out_loss_is_that_of_its_checkpoint_and_says_so(
+    tiny_model_path: str, tmp_path: Path, more: dict
+) -> None:
+    out, rows = tmp_path / "out", write_rows(tmp_path, 16)
+    values = {
+        "eval_split": 0.25,
+        "eval_steps": 2,
+        "eval_strategy": "steps",
+        "save_steps": 2,
+        "dtype": "float32",
+        **more,
+    }
+    first = train(config(tiny_model_path, rows, out, max_steps=4, save_total_limit=5, **values), console=QUIET)
+    evaluated = {row["step"]: row["eval_loss"] for row in first.log if "eval_loss" in row}
+    assert first.begun_at == 0 and first.held_out_before not in evaluated.values()
+    for gone in ("checkpoint-4", "model.safetensors", "adapter_model.safetensors"):
+        shutil.rmtree(out / gone) if (out / gone).is_dir() else (out / gone).unlink(missing_ok=True)
+    said = Console(record=True, width=200, quiet=False, file=io.StringIO())
+    again = train(config(tiny_model_path, rows, out, max_steps=4, resume=True, **values), console=said)
+    assert again.begun_at == 2 and again.held_out_before == pytest.approx(evaluated[2], rel=1e-6)
+    assert again.held_out_after == first.held_out_after
+    assert f"held-out loss {evaluated[2]:.4f} at step 2, where this run went on -> " in said.export_text()
+    assert "held-out loss, at step 2, where the run was resumed, and after" in (out / "run_card.md").read_text()
+    assert '"begun_at": 2' in (out / "summary.json").read_text()
+
+
 @pytest.mark.usefixtures("light")
 @pytest.mark.parametrize("length", [{"max_steps": 5}, {"num_train_epochs": 2, "max_steps": -1}])
 def test_p13_resuming_a_finished_run_changes_nothing(tiny_model_path: str, rows: str, tmp_path: Path, length) -> None:
@@ -163,6 +190,24 @@ def test_p5_autocast_reaches_the_loss_without_logits(
     monkeypatch.setattr(LeanTrainer, "training_step", watched)
     train(config(tiny_model_path, rows, tmp_path / "out", dtype="float32", bf16=True, max_steps=1), console=QUIET)
     assert set(seen) == {torch.bfloat16}
+
+
+@pytest.mark.usefixtures("light")
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({}, "weights bfloat16 (106,816) compute bfloat16 gradients bfloat16, applied and freed inside backward"),
+        (
+            {"dtype": "float32", "bf16": True, "optim": "adamw_torch"},
+            "weights float32 (106,816) compute bfloat16 autocast gradients float32, kept until the step states as "
+            "adamw_torch keeps them: the dtype of the weight",
+        ),
+    ],
+)
+def test_p5_the_header_says_the_dtypes_there_are(tiny_model_path: str, rows: str, tmp_path: Path, more, said) -> None:
+    console = Console(record=True, width=250, file=io.StringIO())
+    train(config(tiny_model_path, rows, tmp_path / "out", max_steps=1, **more), console=console)
+    assert said in " ".join(console.export_text().replace("│", " ").split())
 
 
 @pytest.mark.usefixtures("light")

@@ -3,14 +3,22 @@
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
+from tiny_runs import tiny_config, write_rows
+from transformers import AutoModelForCausalLM, TrainingArguments
 
 from leantune.errors import ConfigError
-from leantune.training.config import build_config
+from leantune.training import run as run_module
+from leantune.training.config import build_config, load_config
 from leantune.training.parallel import launch as launching
 from leantune.training.parallel.launch import going_on, launch, take_nproc
 from leantune.training.parallel.processes import Processes, join_processes, launcher_problems
+from leantune.training.summary import facts
 
 GIVEN = {"model_name_or_path": "m", "dataset": "d", "optim": "adamw"}
 
@@ -96,3 +104,41 @@ def test_the_rank_that_was_killed_is_named_before_those_that_missed_it(tmp_path:
     assert "checkpoint-7" in going_on(str(tmp_path))
     said = launching._failure(1, 1, "  ValueError: no", str(tmp_path))
     assert "exit code 1" in str(said) and "ValueError: no" in str(said) and said.exit_code == 1
+
+
+def test_p14_two_visible_gpus_and_plain_python_are_one_device_and_the_header_says_so(
+    tiny_model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two GPUs as torch reports them; the trainer is not built, or its model would be moved to one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *arguments: True)
+    # What transformers settles on where nothing is launched: the first GPU, and a copy of the model on every one.
+    monkeypatch.setattr(TrainingArguments, "_setup_devices", property(two_gpus))
+    built: dict[str, Any] = {}
+    monkeypatch.setattr(run_module, "LeanTrainer", lambda *lean, **arguments: built.update(arguments) or Mock())
+    config = tiny_config(tiny_model_path, write_rows(tmp_path, 8), tmp_path / "out", max_length=32)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_path)
+    loaded = SimpleNamespace(model=model, savings=SimpleNamespace(loss=True, lines=list), velora=None)
+    data = SimpleNamespace(train=None, held_out=None, lengths=None, rows=8, longest=9)
+    run_module.build_trainer(config, loaded, None, data)
+    args = built["args"]
+    assert (args.n_gpu, args.train_batch_size, args.device) == (1, 4, torch.device("cuda", 0))
+    trainer = SimpleNamespace(model=model, optimizer=built["optimizers"][0], args=args, processes=Processes())
+    said = facts(config, trainer, data, loaded.savings)["device"]
+    assert said == "cuda:0, one a process; 2 GPUs are visible, --nproc_per_node 2 trains on all"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert facts(config, trainer, data, loaded.savings)["device"] == "cuda:0, one a process"
+
+
+def two_gpus(args: TrainingArguments) -> torch.device:
+    if not hasattr(args, "_n_gpu") or args._n_gpu == -1:
+        args._n_gpu = 2
+    return torch.device("cuda", 0)
+
+
+def test_p14_a_model_is_never_split_over_devices_by_layers(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("model_name_or_path: m\ndataset: d\ndevice_map: auto\n")
+    with pytest.raises(ConfigError, match=r"device_map.*one device per process, always"):
+        load_config(tmp_path / "run.yaml")

@@ -18,6 +18,7 @@ from leantune.errors import ConfigError, MemoryBudgetError
 from leantune.memory.closed_form.settings import RunSettings
 from leantune.memory.reports.calibration import read_calibration
 from leantune.memory.reports.stages import FIRST_STEP, RESUME, STAGES, STEP, TOTAL
+from leantune.training.config.run_config import OUR_OPTIMIZERS
 from leantune.training.data.load import PreparedData
 from leantune.training.data.report import DataReport
 from leantune.training.profiling import profile as profiling
@@ -136,6 +137,42 @@ def test_what_exceeds_a_budget_is_exit_code_3_in_every_command(monkeypatch) -> N
     assert ended.value.code == 3
 
 
+@pytest.mark.parametrize(
+    ("optim", "fused"),
+    [
+        pytest.param(optim, fused, marks=[] if (optim, fused) == ("adamw", True) else pytest.mark.slow)
+        for optim in (*OUR_OPTIMIZERS, "adamw_torch", "adafactor", "sgd")
+        for fused in ((True, False) if optim in OUR_OPTIMIZERS else (False,))
+    ],
+)
+def test_p3_resuming_needs_no_more_than_training_whatever_the_optimizer(
+    tiny_model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optim: str, fused: bool
+) -> None:
+    in_this_process(monkeypatch)
+    run = config(tiny_model_path, tmp_path, optim=optim, fused_backward=fused)
+    found = profiling.profile(run, console=QUIET)
+    trained = max(stage.peak_bytes for stage in found.stages if stage.stage in (FIRST_STEP, STEP))
+    assert 0 < found.stage(RESUME).peak_bytes <= trained
+
+
+@pytest.mark.parametrize("command", ["profile", "merge", "eval"])
+def test_what_runs_in_one_process_is_refused_to_a_launcher(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    """Before anything is read: none of what is named here exists."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    given = ["--model_name_or_path", "m", "--dataset", "d", "--output_dir", "o"] if command == "profile" else ["run"]
+    ended = CliRunner().invoke(command_line(), [command, *given])
+    said = f"- leantune {command} runs in one process, and a launcher (torchrun, accelerate launch) started 2"
+    assert isinstance(ended.exception, ConfigError) and str(ended.exception).startswith(said)
+    assert f"Write leantune {command}" in str(ended.exception)
+
+
+def test_a_profile_starts_no_processes() -> None:
+    given = ["--model_name_or_path", "m", "--dataset", "d", "--nproc_per_node", "2"]
+    ended = CliRunner().invoke(command_line(), ["profile", *given])
+    assert isinstance(ended.exception, ConfigError)
+    assert "--nproc_per_node is 2, and leantune profile runs in one process" in str(ended.exception)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
@@ -156,11 +193,3 @@ def test_the_command_profiles_a_config(tiny_model_path: str, tmp_path: Path) -> 
     assert "steady step" in ended.stdout
     wrong = subprocess.run([leantune, "profile", "--modle", "x"], capture_output=True, text=True)
     assert wrong.returncode == 2
-
-
-def test_one_of_several_processes_is_not_profiled(tiny_model_path, tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    config = tiny_config(tiny_model_path, write_rows(tmp_path, 8), tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"measures one process.*leantune plan CONFIG --world_size"):
-        profiling.profile(config)
-    assert not (tmp_path / "run").exists()

@@ -23,12 +23,19 @@ def profile(
     ),
 ) -> None:
     """Measure the memory of a run on a few real steps, stage by stage, and write a report."""
-    given = list(arguments or [])
+    from leantune.training.parallel.launch import take_nproc
+
+    processes, given = take_nproc(arguments or [])
     path = given.pop(0) if given and not given[0].startswith("--") else None
     # Wrong keys are told before torch and the data libraries are loaded.
     from leantune.training.config import load_config
 
     config = load_config(path, given)
+    if processes is not None and processes > 1:
+        from leantune.errors import ConfigError
+        from leantune.training.profiling.profile import INSTEAD
+
+        raise ConfigError(f"- --nproc_per_node is {processes}, and leantune profile runs in one process. {INSTEAD}")
     from leantune.training.profiling.profile import profile as run
 
     if run(config).shortage is not None:

@@ -19,7 +19,16 @@ _PROGRESS = "trainer_state.json"
 def checkpoints(output_dir: str | Path) -> list[Path]:
     """Whole checkpoints in a folder, oldest first."""
     found = [path for path in Path(output_dir).glob("checkpoint-*") if path.name.partition("-")[2].isdigit()]
-    return sorted(found, key=lambda path: int(path.name.partition("-")[2]))
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step after which a checkpoint was written.
+
+    >>> step_of(Path("runs/first/checkpoint-500"))
+    500
+    """
+    return int(checkpoint.name.partition("-")[2])
 
 
 def holds_model(folder: Path) -> bool:
@@ -53,11 +62,6 @@ def check_checkpoint(folder: Path, config: TrainConfig) -> None:
             f"- resume: {folder} is not whole: {'; '.join(dict.fromkeys(problems))}. Going on would not continue the "
             "run. Move this folder away to resume from the checkpoint before it, or start anew in another output_dir"
         )
-
-
-def step_of(folder: Path) -> int:
-    """The step after which a checkpoint was written."""
-    return int(folder.name.partition("-")[2])
 
 
 def at_the_end(folder: Path, config: TrainConfig) -> bool:

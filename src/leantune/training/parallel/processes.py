@@ -46,7 +46,9 @@ class Processes:
     def described(self, config: TrainConfig) -> str:
         """For the header: how many there are, and the rows of a step."""
         if self.size == 1:
-            return "" if config.parallel is None else f" (alone: parallel: {config.parallel} spreads nothing)"
+            alone = "" if config.parallel is None else f" (alone: parallel: {config.parallel} spreads nothing)"
+            seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+            return alone + (f"; {seen} GPUs are visible, --nproc_per_node {seen} trains on all" if seen > 1 else "")
         rows = config.per_device_train_batch_size * config.gradient_accumulation_steps * self.size
         held = "each with the whole model" if self.kind == "ddp" else "each with its rows of every weight"
         return f"; {self.size} processes ({self.kind}), {held}; {rows} rows a step"
@@ -106,6 +108,17 @@ def join_processes(config: TrainConfig) -> Processes:
 
     PartialState(cpu=not torch.cuda.is_available())
     return Processes(kind, dist.get_rank(), dist.get_world_size())
+
+
+def refuse_launchers(command: str, instead: str) -> None:
+    """Raise ConfigError in one of several processes of a launcher (WORLD_SIZE above 1): each would do all of
+    ``command`` and write the same files. ``instead``: what to run, in words."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size > 1:
+        raise ConfigError(
+            f"- leantune {command} runs in one process, and a launcher (torchrun, accelerate launch) started {size}: "
+            f"each would write the same files. {instead}"
+        )
 
 
 def leave_processes() -> None:

@@ -48,6 +48,7 @@ from leantune.memory.reports.stages import (
 )
 from leantune.training.config import TrainConfig, load_config
 from leantune.training.optimizers import plain_optimizer
+from leantune.training.parallel.processes import refuse_launchers
 from leantune.training.profiling.longest import longest_first
 from leantune.training.profiling.planned import PlannedRun, planned_run
 from leantune.training.run import build_trainer, load_model, load_rows, plan_of_run
@@ -56,6 +57,12 @@ from leantune.training.trainer import LeanTrainer
 
 STEPS = 3
 """The first step (states appear), a steady one, and one that is only timed and seen from outside."""
+
+INSTEAD = (
+    "Write leantune profile CONFIG alone, which measures one process with the whole model (parallel: ddp). What a "
+    "process of several needs, with parallel: fsdp2 too, leantune plan CONFIG --parallel fsdp2 --world_size N says"
+)
+"""What to run where a profile of several processes is asked for."""
 
 SNAPSHOT_FILE = "memory_snapshot.pickle"
 REPORT_FILE = "memory_report.html"
@@ -80,13 +87,9 @@ def profile(
     stages are stopped, as by a full device, once live tensors exceed it.
 
     Returns: the profile; ``profile.shortage`` says where memory ran out, if it did.
-    Raises: ConfigError where config or data cannot work.
+    Raises: ConfigError where config or data cannot work, and in one of several processes of a launcher.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError(
-            "- leantune profile measures one process, and this is one of several (WORLD_SIZE is "
-            f"{os.environ['WORLD_SIZE']}); run it without torchrun. For several: leantune plan CONFIG --world_size N"
-        )
+    refuse_launchers("profile", INSTEAD)
     if not isinstance(config, TrainConfig):
         given = [f"--{key}={json.dumps(value)}" for key, value in (flags or {}).items()]
         config = load_config(config, given)

@@ -17,6 +17,7 @@ from leantune.kernels.half_linear import use_fp32_products
 from leantune.training.config import TrainConfig, build_config
 from leantune.training.data.load import load_data
 from leantune.training.identity import trained_on_others
+from leantune.training.parallel.processes import refuse_launchers
 from leantune.training.pretrained import model_limits
 from leantune.training.saved.saved_model import SavedModel, find_saved, load_saved, load_saved_tokenizer, parse_dtype
 from leantune.training.saved.task_evaluation import Scores, check_tasks, evaluate_tasks
@@ -72,6 +73,7 @@ def evaluate(
         output_file: None: eval.json in the run's folder, in the working directory for models of other origin.
     Raises: ConfigError where an argument, the data, or a task cannot be used.
     """
+    refuse_launchers("eval", "Write leantune eval MODEL alone; it uses one device")
     console = console or Console()
     if batch_size < 1 or (limit is not None and limit < 1):
         raise ConfigError("- batch_size and limit are counts; write 1 or more")

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from leantune.errors import ConfigError, NonFiniteError, NotEnoughRoomError, StateMismatchError
 from leantune.kernels.half_linear import use_fp32_products
 from leantune.memory.sizes import format_bytes
+from leantune.training.parallel.processes import refuse_launchers
 from leantune.training.saved.logit_comparison import (
     LogitDifference,
     logit_difference,
@@ -91,6 +92,7 @@ def merge(
         logits differ from the unmerged one's by more than rounding, or hold less than half of the adapter's change
         because ``dtype`` rounds it away. Nothing is left in ``output_dir`` then.
     """
+    refuse_launchers("merge", "Write leantune merge RUN alone")
     console = console or Console()
     if base not in (None, *BASES):
         raise ConfigError(f"- base is {base!r}; write {' or '.join(BASES)}")
