@@ -35,6 +35,9 @@ class TiledCrossEntropy(torch.autograd.Function):
     if it will not walk again.
     """
 
+    walking = False
+    """Whether a forward is under way: what is allocated meanwhile is the loss's own."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -50,13 +53,17 @@ class TiledCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         ctx.scale, ctx.softcap, ctx.operand_dtype, ctx.tile_bytes = scale, softcap, operand_dtype, tile_bytes
         ctx.head, ctx.taker = weight if ctx.needs_input_grad[1] and weight.is_leaf else None, None
-        with _without_autocast(hidden.device):
-            tiles = LogitTiles(
-                hidden, index, weight, bias, scale=scale, operand_dtype=operand_dtype, tile_bytes=tile_bytes
-            )
-            logsumexp, picked = _logsumexp(tiles, labels, softcap)
-            ctx.save_for_backward(hidden, index, weight, bias, labels, logsumexp)
-            return (logsumexp - picked).sum()
+        TiledCrossEntropy.walking = True
+        try:
+            with _without_autocast(hidden.device):
+                tiles = LogitTiles(
+                    hidden, index, weight, bias, scale=scale, operand_dtype=operand_dtype, tile_bytes=tile_bytes
+                )
+                logsumexp, picked = _logsumexp(tiles, labels, softcap)
+                ctx.save_for_backward(hidden, index, weight, bias, labels, logsumexp)
+                return (logsumexp - picked).sum()
+        finally:
+            TiledCrossEntropy.walking = False
 
     @staticmethod
     @once_differentiable

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 
+from leantune.activations.tiled_cross_entropy import TiledCrossEntropy
 from leantune.errors import BackwardError, MemoryBudgetError
 from leantune.memory.measured.allocations import CODE, PHASE, UNKNOWN, Allocations
 from leantune.memory.measured.module_calls import ModuleCalls, sequence_number
@@ -255,7 +256,7 @@ class MemoryTracker(TorchDispatchMode):
         shape = tensor.shape
         wide = self._vocabulary is not None and len(shape) >= 2 and shape[-1] == self._vocabulary
         if self._graph_task < 0:
-            return LOSS if wide else TEMPORARIES
+            return LOSS if wide or TiledCrossEntropy.walking else TEMPORARIES
         node = torch._C._current_autograd_node()
         name = node.name() if node is not None else ""
         if name.endswith(

@@ -93,11 +93,13 @@ class MemoryProfile:
 
 
 def difference(row: StageRow) -> str:
-    """Measured against planned, as text: "+1.2 %"; "" where one is missing."""
+    """Measured against planned, as text: "+1.2 %", or "over 10 times"; "" where one is missing."""
     if row.planned is None or row.measured is None:
         return ""
     if row.planned == 0:
         return "not planned" if row.measured else ""
+    if row.measured > 10 * row.planned:
+        return "over 10 times"
     return f"{100 * (row.measured - row.planned) / row.planned:+.1f} %"
 
 
