@@ -28,7 +28,6 @@ from leantune.training.run import train
 ERRORS = {"full": errno.ENOSPC, "denied": errno.EACCES, "killed": 0}
 WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
 library = ctypes.CDLL(None)
-library.faults_seen.restype = ctypes.c_long
 
 
 def child(keys: dict[str, Any], output: Path, place: int, number: int, said: Path) -> int:
@@ -58,6 +57,7 @@ def weights(output: Path) -> bytes:
 
 
 def main() -> None:
+    library.faults_seen.restype = ctypes.c_long
     torch.set_num_threads(1)
     folder, asked = Path(sys.argv[1]), json.loads(sys.argv[2])
     keys, said = asked["keys"], folder / "said.txt"
