@@ -82,6 +82,7 @@ def main() -> None:
                 then = said.read_text() if again else ""
             same = again == 0 and weights(output) == expected
             found = {"kind": kind, "place": place, "code": code, "said": message, "left": left, "then": then}
+            found["finished"] = finished
             print(json.dumps(found | {"same": same}), flush=True)
             shutil.rmtree(output, ignore_errors=True)
 

@@ -5,9 +5,10 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from leantune.errors import WriteError
+from leantune.errors import LeantuneError, WriteError
 from leantune.training.checkpoints import checkpoints
 
 _REFUSED = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.EFBIG}
@@ -15,18 +16,31 @@ _TOLD = re.compile("|".join(os.strerror(number) for number in sorted(_REFUSED)))
 _TORCH = re.compile(r"PytorchStreamWriter|iostream error|unexpected pos")
 
 
+@dataclass
+class Writing:
+    """How far a run has come with what it writes."""
+
+    model_is_whole: bool = False
+    """Set once the trained model is in its folder: what is missing then are reports."""
+
+
 @contextmanager
-def writes_are_told(folder: Path) -> Iterator[None]:
+def writes_are_told(folder: Path) -> Iterator[Writing]:
     """Turn the error of a failed write under ``folder``, whichever library wrote, into a `WriteError` that says what is
-    left and how to go on."""
+    left and how to go on. Errors that say so themselves pass."""
+    writing = Writing()
     try:
-        yield
+        yield writing
+    except LeantuneError:
+        raise
     except Exception as error:
         reason = refused_write(error, folder)
         if reason is None:
             raise
         found = checkpoints(folder)
-        if found:
+        if writing.model_is_whole:
+            how = "The model is trained and written, whole; reports on the run (plots, summary, run card) are missing"
+        elif found:
             how = (
                 f"The last whole checkpoint is {found[-1]}. Make room, then the same command with resume: true goes on"
             )

@@ -26,7 +26,7 @@ from leantune.training.checkpoints import VELORA_FILE, at_the_end, check_checkpo
 from leantune.training.config import LORA_METHODS, TrainConfig
 from leantune.training.data.load import PreparedData, load_data
 from leantune.training.data.packed_rows import check_packed_rows_apart
-from leantune.training.disk import write_whole, writes_are_told
+from leantune.training.disk import Writing, write_whole, writes_are_told
 from leantune.training.exact_savings import RunSavings, apply_run_savings
 from leantune.training.identity import check_identity, write_identity
 from leantune.training.log import RunLog
@@ -80,11 +80,11 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     Raises ConfigError before the model is loaded where config or data cannot work, NotEnoughRoomError where the plan
     exceeds ``memory_budget``; NonFiniteError where the loss leaves the numbers; WriteError where the disk refuses.
     """
-    with writes_are_told(Path(config.output_dir)):
-        return _train(config, console or Console())
+    with writes_are_told(Path(config.output_dir)) as writing:
+        return _train(config, console or Console(), writing)
 
 
-def _train(config: TrainConfig, console: Console) -> TrainResult:
+def _train(config: TrainConfig, console: Console, writing: Writing) -> TrainResult:
     output = Path(config.output_dir)
     processes = join_processes(config)
     console = processes.console(console)
@@ -149,6 +149,7 @@ def _train(config: TrainConfig, console: Console) -> TrainResult:
     stop.raise_if_stopped(trainer)
     after = trainer.held_out_loss()
     trainer.save_whole(output)
+    writing.model_is_whole = True
     sampler.take(trainer.state.global_step)
     timeline = probe.timeline
     if timeline is not None:

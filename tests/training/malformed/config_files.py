@@ -2,6 +2,8 @@
 
 from training.malformed.case import Case
 
+NAMED = b"model_name_or_path: m\ndataset: d\n"
+
 CONFIGS = [
     Case(
         "no file",
@@ -108,5 +110,122 @@ CONFIGS = [
         "packing that leaks",
         {"run.yaml": b"model_name_or_path: m\ndataset: d\npacking: true\npacking_strategy: wrapped\n"},
         "- packing_strategy: wrapped lets rows attend to one another; write bfd or bfd_split",
+    ),
+    Case(
+        "a method that is none",
+        {"run.yaml": NAMED + b"method: fulll\n"},
+        "- method is 'fulll'; write auto, full, lora or qlora",
+    ),
+    Case(
+        "an optimizer misspelt",
+        {"run.yaml": NAMED + b"optim: adamww\n"},
+        "- optim 'adamww' is unknown; did you mean 'adamw'?",
+    ),
+    Case(
+        "weights in int8",
+        {"run.yaml": NAMED + b"dtype: int8\n"},
+        "- dtype is 'int8'; write bfloat16, float32 or float16",
+    ),
+    Case(
+        "no rows a step",
+        {"run.yaml": NAMED + b"per_device_train_batch_size: 0\ngradient_accumulation_steps: 0\n"},
+        (
+            "- per_device_train_batch_size is 0; it must be at least 1\n"
+            "- gradient_accumulation_steps is 0; it must be at least 1"
+        ),
+    ),
+    Case(
+        "no end",
+        {"run.yaml": NAMED + b"max_steps: 0\n"},
+        "- max_steps is 0; it must be at least 1 (leave it out to train num_train_epochs)",
+    ),
+    Case(
+        "no epochs",
+        {"run.yaml": NAMED + b"num_train_epochs: 0\n"},
+        "- num_train_epochs is 0.0; it must be above 0",
+    ),
+    Case(
+        "a rate that is no number",
+        {"run.yaml": NAMED + b"learning_rate: .nan\n"},
+        "- learning_rate is nan; it must be a number of at least 0",
+    ),
+    Case(
+        "an optimizer's settings out of range",
+        {"run.yaml": NAMED + b"betas: [0.9, 1.5]\nadam_epsilon: 0\nweight_decay: -1\n"},
+        (
+            "- weight_decay is -1.0; it must be a number of at least 0\n"
+            "- betas is [0.9, 1.5]; it takes two numbers of at least 0 and below 1, [0.9, 0.999]\n"
+            "- adam_epsilon is 0.0; it must be above 0"
+        ),
+    ),
+    Case(
+        "ternary states out of range",
+        {"run.yaml": NAMED + (b"momentum_planes: 3\ncarry_rank: -1\nblock_size: 100\nmaster_bits: 7\nrounding: up\n")},
+        (
+            "- momentum_planes is 3; write 1 or 2\n"
+            "- carry_rank is -1; it must be from 0 (no carry) to 64\n"
+            "- block_size is 100; it must be a multiple of 8 from 16 to 4096\n"
+            "- master_bits is 7; write 24 (bfloat16 and 8 more bits), or leave it out\n"
+            "- rounding is 'up'; write stochastic or nearest"
+        ),
+    ),
+    Case(
+        "a setting of another optimizer",
+        {"run.yaml": NAMED + b"optim: lomo\nlearning_rate: 1.0e-3\nbetas: [0.8, 0.9]\n"},
+        "- betas is set, but optim: lomo does not read it (ternary_adamw, adamw would); leave it out",
+    ),
+    Case(
+        "adapters without layers",
+        {"run.yaml": NAMED + b"method: lora\nlora_target_modules: []\n"},
+        "- lora_target_modules is empty; name layers (q_proj, v_proj), or write all-linear",
+    ),
+    Case(
+        "a budget without a unit",
+        {"run.yaml": NAMED + b"memory_budget: 24\n"},
+        (
+            "- memory_budget: size '24' has no unit, so it could mean bytes or GiB; write '24GiB' (2**30 "
+            "bytes) or '24GB' (10**9 bytes)"
+        ),
+    ),
+    Case(
+        "a save every 0 steps",
+        {"run.yaml": NAMED + b"save_steps: 0\nlogging_steps: -1\n"},
+        (
+            "- logging_steps is -1; it must be at least 1, or a share of all steps below 1\n"
+            "- save_steps is 0; it must be at least 1, or a share of all steps below 1"
+        ),
+    ),
+    Case(
+        "evaluations that never come",
+        {"run.yaml": NAMED + b"eval_split: 0.1\neval_steps: 5\n"},
+        ("- eval_steps is set, but no evaluation happens by steps; write eval_strategy: steps, or leave it out"),
+    ),
+    Case(
+        "evaluations of nothing",
+        {"run.yaml": NAMED + b"eval_strategy: epoch\n"},
+        "- eval_strategy is set, but there are no held-out rows; write eval_split: 0.05, or eval_dataset",
+    ),
+    Case(
+        "projections inside checkpointed blocks",
+        {"run.yaml": NAMED + b"velora_target_modules: q_proj\ngradient_checkpointing: true\n"},
+        ("- VeLoRA saves nothing inside checkpointed blocks; drop velora_target_modules or gradient_checkpointing"),
+    ),
+    Case(
+        "a model split over devices",
+        {"run.yaml": NAMED + b"device_map: auto\n"},
+        (
+            "- device_map: one device per process, always: a model split over devices by layers trains at "
+            "the speed of one"
+        ),
+    ),
+    Case(
+        "a fraction under its old name",
+        {"run.yaml": NAMED + b"warmup_ratio: 0.1\n"},
+        "- warmup_ratio: write warmup_steps; a value below 1 is a fraction of all steps",
+    ),
+    Case(
+        "an output folder without a name",
+        {"run.yaml": NAMED + b"output_dir: ''\n"},
+        "- output_dir is empty; write the name of a folder",
     ),
 ]

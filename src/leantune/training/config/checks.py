@@ -229,8 +229,36 @@ def _wrong_extra(c: TrainConfig) -> list[str]:
     found = []
     if c.extra.get("packing_strategy") == "wrapped":
         found.append("packing_strategy: wrapped lets rows attend to one another; write bfd or bfd_split")
+    if c.extra.get("eval_steps") is not None and c.extra.get("eval_strategy", "no") != "steps":
+        found.append(
+            "eval_steps is set, but no evaluation happens by steps; write eval_strategy: steps, or leave it out"
+        )
     if c.extra.get("eval_strategy", "no") != "no" and not (c.eval_dataset or c.eval_split):
         found.append("eval_strategy is set, but there are no held-out rows; write eval_split: 0.05, or eval_dataset")
+    return found
+
+
+def _wrong_optimizer_values(c: TrainConfig) -> list[str]:
+    """What the optimizers would refuse once the model is loaded."""
+    found = []
+    if c.learning_rate is not None and not 0 <= c.learning_rate < float("inf"):
+        found.append(f"learning_rate is {c.learning_rate}; it must be a number of at least 0")
+    if not 0 <= c.weight_decay < float("inf"):
+        found.append(f"weight_decay is {c.weight_decay}; it must be a number of at least 0")
+    if len(c.betas) != 2 or not all(0 <= beta < 1 for beta in c.betas):
+        found.append(f"betas is {list(c.betas)}; it takes two numbers of at least 0 and below 1, [0.9, 0.999]")
+    if not 0 < c.adam_epsilon < float("inf"):
+        found.append(f"adam_epsilon is {c.adam_epsilon}; it must be above 0")
+    if c.momentum_planes not in (1, 2):
+        found.append(f"momentum_planes is {c.momentum_planes}; write 1 or 2")
+    if not 0 <= c.carry_rank <= 64:
+        found.append(f"carry_rank is {c.carry_rank}; it must be from 0 (no carry) to 64")
+    if c.block_size % 8 or not 16 <= c.block_size <= 4096:
+        found.append(f"block_size is {c.block_size}; it must be a multiple of 8 from 16 to 4096")
+    if c.master_bits not in (None, 24):
+        found.append(f"master_bits is {c.master_bits}; write 24 (bfloat16 and 8 more bits), or leave it out")
+    if c.rounding not in (None, "stochastic", "nearest"):
+        found.append(f"rounding is {c.rounding!r}; write stochastic or nearest")
     return found
 
 
@@ -251,8 +279,6 @@ def _wrong_values(c: TrainConfig, planning: bool) -> list[str]:
         found.append(f"dtype is {c.dtype!r}; write bfloat16, float32 or float16")
     if c.clip not in (None, "per_tensor", "global", "none"):
         found.append(f"clip is {c.clip!r}; write per_tensor, global or none")
-    if len(c.betas) != 2:
-        found.append(f"betas is {c.betas}; it takes two numbers")
     if c.max_length < 0:
         found.append(f"max_length is {c.max_length}; it must be at least 1, or auto")
     for key in (
@@ -274,6 +300,8 @@ def _wrong_values(c: TrainConfig, planning: bool) -> list[str]:
         found.append(f"max_steps is {c.max_steps}; it must be at least 1 (leave it out to train num_train_epochs)")
     if c.num_train_epochs <= 0 and c.max_steps < 1:
         found.append(f"num_train_epochs is {c.num_train_epochs}; it must be above 0")
+    if not c.lora_target_modules:
+        found.append("lora_target_modules is empty; name layers (q_proj, v_proj), or write all-linear")
     if c.lora_alpha <= 0:
         found.append(f"lora_alpha is {c.lora_alpha}; it must be above 0 (the adapters' output is scaled by alpha / r)")
     if not 0 <= c.lora_dropout < 1:
@@ -282,8 +310,14 @@ def _wrong_values(c: TrainConfig, planning: bool) -> list[str]:
         found.append(f"seed is {c.seed}; it must be at least 0")
     if c.eval_split is not None and not 0 < c.eval_split < 1:
         found.append(f"eval_split is {c.eval_split}; it is a share between 0 and 1")
-    if c.learning_rate is not None and not c.learning_rate >= 0:
-        found.append(f"learning_rate is {c.learning_rate}; it must be at least 0")
+    if not c.output_dir:
+        found.append("output_dir is empty; write the name of a folder")
+    found += [
+        f"{key} is {getattr(c, key):g}; it must be at least 1, or a share of all steps below 1"
+        for key in ("logging_steps", "save_steps")
+        if not getattr(c, key) > 0
+    ]
+    found += _wrong_optimizer_values(c)
     if c.max_grad_norm is not None and not c.max_grad_norm > 0:
         found.append(
             f"max_grad_norm is {c.max_grad_norm}; it must be above 0 (leave it out, or clip: none, for no clipping)"
