@@ -10,10 +10,12 @@ from typer.testing import CliRunner
 
 import leantune as lt
 from leantune.cli import command_line
-from leantune.errors import LeantuneError
+from leantune.errors import ConfigError, LeantuneError
 from leantune.memory.reports.calibration import calibration
 from leantune.memory.reports.stages import TOTAL, StageRow
 from leantune.training.config import load_config
+from leantune.training.config.keys import passed_through
+from leantune.training.config.trainer_fields import described_fields
 
 SIZES = {
     "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 160, "num_attention_heads": 4,
@@ -137,6 +139,21 @@ def test_a_plan_in_closed_form_loads_neither_torch_nor_transformers(model):
         "found = plan(load_config(None, sys.argv[1:], planning=True), memory_budget='8GiB'); "
         "assert found.advice and found.largest; print({'torch', 'transformers', 'trl'} & set(sys.modules))"
     )
-    given = ["--model_name_or_path", model, "--max_length", "64"]
+    given = ["--model_name_or_path", model, "--max_length", "64", "--warmup_steps", "3e-2", "--eval_strategy=epoch"]
+    given += ["--eval_split", "0.1", "--lr_scheduler_type=cosine"]
     ended = subprocess.run([sys.executable, "-c", code, *given], capture_output=True, text=True)
     assert ended.stdout.strip() == "set()", ended.stderr
+
+
+def test_the_trainers_fields_read_from_source_are_those_it_has():
+    """Every field a config may pass through, under the same type where that is made of plain ones."""
+    described = described_fields()
+    for name, (hint, _) in passed_through().items():
+        assert name in described, name
+        if described[name] is not None and hint in (int, float, str, bool, int | None, float | None, str | None):
+            assert described[name] == hint, name
+
+
+def test_a_plan_tells_a_trainers_key_it_cannot_read(model):
+    ended = run("--model_name_or_path", model, "--max_length", "64", "--warmup_steps", "many")
+    assert isinstance(ended.exception, ConfigError) and "warmup_steps is 'many'; it takes float" in str(ended.exception)

@@ -12,6 +12,7 @@ from leantune.training.config.checks import problems_of
 from leantune.training.config.foreign_keys import OFF_IS_HERE
 from leantune.training.config.keys import ALIASES, FOREIGN_OPTIMIZER_KEYS, REFUSED, convert, passed_through, suggestion
 from leantune.training.config.run_config import TrainConfig
+from leantune.training.config.trainer_fields import described_fields
 
 
 def load_config(
@@ -38,7 +39,8 @@ def build_config(
     planning: bool = False,
 ) -> TrainConfig:
     """A checked TrainConfig from plain keys and values; raises ConfigError with every problem. ``planning`` as in
-    `load_config`."""
+    `load_config`. With it the trainer's own fields are known by names
+    and plain types alone: trl is not imported."""
     problems = [] if problems is None else problems
     notes = [] if notes is None else notes
     values = dict(values)
@@ -50,6 +52,12 @@ def build_config(
     kept: dict[str, Any] = {}
     extra: dict[str, Any] = {}
     for key, value in values.items():
+        if planning and key not in own and key not in REFUSED and key in described_fields():
+            hint = described_fields()[key]
+            converted, problem = (value, "") if hint is None else convert(key, value, hint)
+            if not problem:
+                extra[key] = converted
+                continue
         if key not in own and key not in passed_through():
             problems.append(f"unknown key {key!r}{suggestion(key, [*own, *passed_through()])}")
             continue
