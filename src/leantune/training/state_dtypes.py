@@ -1,7 +1,7 @@
 """States of torch's and transformers' optimizers, loaded in the dtypes they were saved in.
 
-``torch.optim.Optimizer.load_state_dict`` casts every state of a parameter to that parameter's dtype: float32 statistics of
-a bfloat16 weight (Adafactor's) would go on rounded. leantune's own optimizers have a load of their own.
+``torch.optim.Optimizer.load_state_dict`` casts every state of a parameter to that parameter's dtype: float32 statistics
+of a bfloat16 weight (Adafactor's) would go on rounded. leantune's own optimizers have a load of their own.
 """
 
 from collections.abc import Iterator
@@ -31,12 +31,10 @@ def state_dtypes_kept(optimizer: Optimizer) -> Iterator[None]:
             loaded.state[param][name] = value.to(device)
         saved.clear()
 
-    hooks = [
-        optimizer.register_load_state_dict_pre_hook(remember),
-        optimizer.register_load_state_dict_post_hook(restore),
-    ]
+    before = optimizer.register_load_state_dict_pre_hook(remember)
+    after = optimizer.register_load_state_dict_post_hook(restore)
     try:
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        before.remove()
+        after.remove()
