@@ -1,5 +1,11 @@
 """run_card.md, the curves, and the trackers that a run reports to."""
 
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -67,3 +73,42 @@ def test_what_is_logged_reaches_tensorboard(
         shown = {event.step: event.value for event in board.Scalars(f"train/{name}")}
         assert shown == pytest.approx({step: row[name] for step, row in logged.items()})
     assert board.Scalars("eval/loss")
+
+
+@pytest.mark.slow
+def test_what_is_logged_reaches_wandb_offline(
+    tiny_model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    without_pictures(monkeypatch)
+    for name, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}.items():
+        monkeypatch.setenv(name, value)
+    more = {"max_length": 32, "max_steps": 3, "report_to": "wandb", "run_name": "tiny"}
+    train(tiny_config(tiny_model_path, write_rows(tmp_path, 16), tmp_path / "out", **more), console=QUIET)
+    import wandb
+
+    wandb.finish()
+    (kept,) = tmp_path.rglob("offline-run-*/*.wandb")
+    content = kept.read_bytes()
+    assert all(name in content for name in (b"train/loss", b"train/grad_norm", b"train/learning_rate"))
+
+
+@pytest.mark.slow
+def test_what_is_logged_reaches_trackio(tiny_model_path: str, tmp_path: Path) -> None:
+    """In a process of its own: trackio reads its folder when it is imported, and serves it from a thread."""
+    pytest.importorskip("trackio")
+    config = tiny_config(
+        tiny_model_path, write_rows(tmp_path, 16), tmp_path / "out", max_length=32, max_steps=3, report_to="trackio"
+    )
+    (tmp_path / "run.yaml").write_text(config.to_yaml())
+    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "leantune", "train", str(tmp_path / "run.yaml")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (kept,) = (tmp_path / "trackio").glob("*.db")
+    with closing(sqlite3.connect(kept)) as database:
+        rows = [json.loads(row) for (row,) in database.execute("SELECT metrics FROM metrics ORDER BY step")]
+    logged = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    assert [row["train/loss"] for row in rows if "train/loss" in row] == [
+        row["loss"] for row in logged if "loss" in row
+    ]
