@@ -1,7 +1,11 @@
 """What several test files share: a tiny Llama with a real tokenizer, saved once a session."""
 
 import os
+import shutil
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -83,6 +87,17 @@ def tiny_model_path(tmp_path_factory):
         LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
         tokenizer.save_pretrained(path)
     return str(path)
+
+
+@pytest.fixture(scope="session")
+def faulty_writes(tmp_path_factory):
+    """A library that a process preloads, and in which every write under a folder can be made to fail."""
+    if shutil.which("cc") is None or sys.platform != "linux":
+        pytest.skip("needs a C compiler on Linux")
+    built = tmp_path_factory.mktemp("faulty_writes") / "faulty_writes.so"
+    source = Path(__file__).parent / "training" / "faulty_writes.c"
+    subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", str(built), str(source), "-ldl"], check=True)
+    return built
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -111,6 +112,28 @@ def stopped(arguments: list[str], checkpoint: Path, number: int, rank: int | Non
 
 def weights(folder: Path, output: str) -> dict[str, torch.Tensor]:
     return load_file(folder / output / "model.safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_g4_accelerate_launch_trains_what_torchrun_trains(folder: Path, kind: str) -> None:
+    """The command of docs/many_gpus.md, on CPUs; accelerate's own config, if there is one, is not read."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    config = folder / f"accelerate-{kind}.yaml"
+    config.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nuse_cpu: true\n")
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", str(config), "--cpu", "--num_processes", "2"]
+    launcher += ["--num_machines", "1", "--num_cpu_threads_per_process", "1", "--mixed_precision", "no"]
+    launcher += ["--main_process_port", str(port), "-m", "leantune"]
+    given = command(folder, f"accelerate-{kind}", 2, "--parallel", kind)
+    flags = [*given[given.index("train") : given.index("--nproc_per_node")], "--parallel", kind]
+    done = finish([sys.executable, *launcher, *flags])
+    assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-3000:]
+    assert f"2 processes ({kind})" in " ".join(done.stdout.replace("│", " ").split())
+    by_torchrun = finish(command(folder, f"torchrun-{kind}", 2, "--parallel", kind))
+    assert by_torchrun.returncode == 0, by_torchrun.stderr[-3000:]
+    assert_alike(weights(folder, f"accelerate-{kind}"), weights(folder, f"torchrun-{kind}"), 0.0)
 
 
 @pytest.mark.slow

@@ -48,12 +48,14 @@ def validate(
 
     from leantune.training.data.load import VALIDATED_OF_A_STREAM, examine
     from leantune.training.data.tables import print_report
+    from leantune.training.disk import writes_are_told
     from leantune.training.pretrained import load_tokenizer, model_limits
 
     tokenizer = load_tokenizer(config.model_name_or_path)
     limits = model_limits(config.model_name_or_path)
     report = examine(config, tokenizer, limits, VALIDATED_OF_A_STREAM if config.streaming else None).report
-    written = report.write_dropped(Path(config.output_dir))
+    with writes_are_told(Path(config.output_dir), lambda: "No row was written; make room, or give another output_dir"):
+        written = report.write_dropped(Path(config.output_dir))
     if as_json:
         print(json.dumps({**report.to_json(), "dropped_file": str(written) if written else None}, indent=2))
     else:

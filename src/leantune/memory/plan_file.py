@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from leantune.whole_file import write_whole
+
 PLAN_FILE = "memory_plan.json"
 
 
@@ -10,5 +12,5 @@ def write_plan(text: str, path: str | Path) -> Path:
     path = Path(path)
     if path.is_dir():
         path = path / PLAN_FILE
-    path.write_text(text, encoding="utf-8")
+    write_whole(path, text)
     return path

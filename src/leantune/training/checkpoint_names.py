@@ -27,6 +27,6 @@ def check_loaded_by_name(model: Any, folder: Path) -> None:
     if lost:
         raise StateMismatchError(
             f"transformers' trainer loads {folder} by name, and {len(lost)} weights of the model have other names in "
-            f"its files ({lost[0]}, for one): they would stay as they are now. Load the model from the checkpoint itself, "
+            f"its files ({lost[0]}, for one): they would stay as they are now. Load the model from the checkpoint, "
             f"from_pretrained({str(folder)!r}), and resume with it; leantune train does."
         )

@@ -3,7 +3,7 @@
 import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,42 +18,36 @@ _TORCH = re.compile(r"PytorchStreamWriter|iostream error|unexpected pos")
 
 @dataclass
 class Writing:
-    """How far a run has come with what it writes."""
+    """How far a run has come with what it writes to ``folder``."""
 
+    folder: Path
     model_is_whole: bool = False
     """Set once the trained model is in its folder: what is missing then are reports."""
 
+    def left(self) -> str:
+        """What is left after a write was refused, and how to go on."""
+        if self.model_is_whole:
+            return "The model is trained and written, whole; reports on the run (plots, summary, run card) are missing"
+        if found := checkpoints(self.folder):
+            return (
+                f"The last whole checkpoint is {found[-1]}. Make room, then the same command with resume: true goes on"
+            )
+        return "There is no checkpoint yet. Make room, or write another output_dir, and start again"
+
 
 @contextmanager
-def writes_are_told(folder: Path) -> Iterator[Writing]:
+def writes_are_told(folder: Path, left: Callable[[], str]) -> Iterator[None]:
     """Turn the error of a failed write under ``folder``, whichever library wrote, into a `WriteError` that says what is
-    left and how to go on. Errors that say so themselves pass."""
-    writing = Writing()
+    ``left`` and how to go on. Errors that say so themselves pass."""
     try:
-        yield writing
+        yield
     except LeantuneError:
         raise
     except Exception as error:
         reason = refused_write(error, folder)
         if reason is None:
             raise
-        found = checkpoints(folder)
-        if writing.model_is_whole:
-            how = "The model is trained and written, whole; reports on the run (plots, summary, run card) are missing"
-        elif found:
-            how = (
-                f"The last whole checkpoint is {found[-1]}. Make room, then the same command with resume: true goes on"
-            )
-        else:
-            how = "There is no checkpoint yet. Make room, or write another output_dir, and start again"
-        raise WriteError(f"{folder} could not be written: {reason}. {how}") from error
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file aside and rename it into place: killed in between, what stood there before still does."""
-    aside = path.with_name(f".{path.name}.writing")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
+        raise WriteError(f"{folder} could not be written: {reason}. {left()}") from error
 
 
 def refused_write(error: BaseException | None, folder: Path) -> str | None:

@@ -11,8 +11,8 @@ from typing import Any
 from leantune.errors import StateMismatchError
 from leantune.training.config import TrainConfig
 from leantune.training.data.load import PreparedData
-from leantune.training.disk import write_whole
 from leantune.training.parallel.processes import current_processes
+from leantune.whole_file import write_whole
 
 IDENTITY_FILE = "run_identity.json"
 _SETTINGS = (

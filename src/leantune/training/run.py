@@ -26,7 +26,7 @@ from leantune.training.checkpoints import VELORA_FILE, at_the_end, check_checkpo
 from leantune.training.config import LORA_METHODS, TrainConfig
 from leantune.training.data.load import PreparedData, load_data
 from leantune.training.data.packed_rows import check_packed_rows_apart
-from leantune.training.disk import Writing, write_whole, writes_are_told
+from leantune.training.disk import Writing, writes_are_told
 from leantune.training.exact_savings import RunSavings, apply_run_savings
 from leantune.training.identity import check_identity, write_identity
 from leantune.training.log import RunLog
@@ -49,6 +49,7 @@ from leantune.training.save_probe import SaveProbe
 from leantune.training.summary import facts, header, summary, write_summary
 from leantune.training.trainer import LeanTrainer, base_model
 from leantune.training.velora_probe import exact_where_poor
+from leantune.whole_file import write_whole
 
 
 @dataclass
@@ -80,7 +81,8 @@ def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult
     Raises ConfigError before the model is loaded where config or data cannot work, NotEnoughRoomError where the plan
     exceeds ``memory_budget``; NonFiniteError where the loss leaves the numbers; WriteError where the disk refuses.
     """
-    with writes_are_told(Path(config.output_dir)) as writing:
+    writing = Writing(Path(config.output_dir))
+    with writes_are_told(writing.folder, writing.left):
         return _train(config, console or Console(), writing)
 
 
@@ -153,7 +155,7 @@ def _train(config: TrainConfig, console: Console, writing: Writing) -> TrainResu
     sampler.take(trainer.state.global_step)
     timeline = probe.timeline
     if timeline is not None:
-        (reports / "memory_profile.json").write_text(json.dumps(timeline.to_json()) + "\n", encoding="utf-8")
+        write_whole(reports / "memory_profile.json", json.dumps(timeline.to_json()) + "\n")
         plot_memory(timeline, reports / "memory.png", plan_total=plan.total if plan else None)
     log.plot(reports, (begun_at, before), after)
     tokens = processes.total(trainer.tokens_seen - probe.tokens)

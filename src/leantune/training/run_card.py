@@ -10,6 +10,7 @@ from leantune.memory import MemoryTimeline, format_bytes
 from leantune.training.config import TrainConfig
 from leantune.training.data.load import PreparedData
 from leantune.training.samples import stopping
+from leantune.whole_file import write_whole
 
 if TYPE_CHECKING:
     from leantune.training.run import TrainResult
@@ -60,7 +61,7 @@ def write_run_card(
         samples=result.samples,
         machine=_machine(),
     )
-    path.write_text(re.sub(r"\n{3,}", "\n\n", text).strip() + "\n", encoding="utf-8")
+    write_whole(path, re.sub(r"\n{3,}", "\n\n", text).strip() + "\n")
     return path
 
 

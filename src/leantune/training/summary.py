@@ -18,6 +18,7 @@ from leantune.training.data.load import PreparedData
 from leantune.training.quantised_base import compute_dtype, described
 from leantune.training.router_loss import router_coefficient
 from leantune.training.samples import stopped_share, stopping
+from leantune.whole_file import write_whole
 
 if TYPE_CHECKING:
     from leantune.training.exact_savings import RunSavings
@@ -154,7 +155,7 @@ def write_summary(config: TrainConfig, result: "TrainResult", folder: Path) -> N
         "memory_by_part_at_peak": result.memory_by_part,
         "velora_saved_bytes": result.velora.saved_bytes if result.velora else None,
     }
-    (folder / "summary.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    write_whole(folder / "summary.json", json.dumps(figures, indent=2) + "\n")
 
 
 def summary(console: Console, config: TrainConfig, result: "TrainResult") -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 from leantune.errors import InvalidArgumentError
 from leantune.memory.reports.stages import TOTAL, StageRow
+from leantune.whole_file import write_whole
 
 FORMAT = 1
 CALIBRATION_FILE = "memory_calibration.json"
@@ -67,7 +68,7 @@ class Calibration:
         path = path / CALIBRATION_FILE if path.is_dir() else path
         values = {"format": FORMAT, **asdict(self), "rows": [row.to_dict() for row in self.rows]}
         values |= {"median_error": self.median_error, "worst_error": self.worst_error}
-        path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(values, indent=2) + "\n")
         return path
 
 

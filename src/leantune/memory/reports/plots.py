@@ -26,6 +26,7 @@ from leantune.memory.parts import (
     WEIGHTS,
 )
 from leantune.memory.sizes import format_bytes, plot_unit
+from leantune.whole_file import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -302,5 +303,6 @@ def write_figure(figure: "Figure", path: str | Path) -> Path:
     """Write a figure as a PNG file, its folder made where it is missing; returns the path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png")
+    with replacing(path) as aside:
+        figure.savefig(aside, format="png")
     return path

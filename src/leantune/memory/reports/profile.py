@@ -12,6 +12,7 @@ from leantune.memory.parts import LABELS
 from leantune.memory.reports.shortage import MemoryShortage
 from leantune.memory.reports.stages import STAGE_LABELS, STEP, TOTAL, StageMeasurement, StageRow
 from leantune.memory.sizes import format_bytes
+from leantune.whole_file import write_whole
 
 PROFILE_FILE = "memory_profile.json"
 FITS, OUT_OF_MEMORY = "fits", "out of memory"
@@ -88,7 +89,7 @@ class MemoryProfile:
     def save(self, folder: Path) -> Path:
         """Write memory_profile.json into ``folder``; returns the file."""
         path = folder / PROFILE_FILE
-        path.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(self.to_dict(), indent=2) + "\n")
         return path
 
 

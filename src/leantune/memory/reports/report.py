@@ -13,6 +13,7 @@ from leantune.memory.reports.plots import COLOURS, memory_svg
 from leantune.memory.reports.profile import MemoryProfile, difference
 from leantune.memory.reports.stages import STAGE_LABELS, STEP, TOTAL, StageMeasurement, StageRow
 from leantune.memory.sizes import format_bytes
+from leantune.whole_file import write_whole
 
 MODULES_SHOWN = 16
 
@@ -41,7 +42,7 @@ class _Bar:
 def write_report(profile: MemoryProfile, path: str | Path) -> Path:
     """Write a profile as an HTML page; returns the path."""
     path = Path(path)
-    path.write_text(render_report(profile), encoding="utf-8")
+    write_whole(path, render_report(profile))
     return path
 
 

@@ -12,6 +12,7 @@ import numpy
 
 from leantune.errors import ConfigError
 from leantune.training.data.problems import Findings, Problem
+from leantune.whole_file import replacing
 
 DROPPED_FILE = "dropped.jsonl"
 _SHOWN = 10
@@ -132,7 +133,7 @@ class DataReport:
         folder.mkdir(parents=True, exist_ok=True)
         self._dropped.flush()
         self._dropped.seek(0)
-        with (folder / DROPPED_FILE).open("w", encoding="utf-8") as file:
+        with replacing(folder / DROPPED_FILE) as aside, aside.open("w", encoding="utf-8") as file:
             shutil.copyfileobj(self._dropped, file)
         return folder / DROPPED_FILE
 

@@ -27,6 +27,7 @@ from leantune.training.parallel.sharded_checkpoint import (
     save_sharded,
 )
 from leantune.training.parallel.shards import gathered, holds_shards, reshard
+from leantune.training.state_dtypes import state_dtypes_kept
 
 
 class SpreadTrainer(SFTTrainer):
@@ -180,7 +181,8 @@ class SpreadTrainer(SFTTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not is_sharded_checkpoint(Path(checkpoint)):
-            super()._load_optimizer_and_scheduler(checkpoint)
+            with state_dtypes_kept(self._plain_optimizer):
+                super()._load_optimizer_and_scheduler(checkpoint)
             return
         load_sharded_optimizer(Path(checkpoint), self._module, self._plain_optimizer)
         scheduler: Any = self.lr_scheduler

@@ -47,6 +47,7 @@ from leantune.memory.reports.stages import (
     stage_rows,
 )
 from leantune.training.config import TrainConfig, load_config
+from leantune.training.disk import writes_are_told
 from leantune.training.optimizers import plain_optimizer
 from leantune.training.parallel.processes import refuse_launchers
 from leantune.training.profiling.longest import longest_first
@@ -97,16 +98,17 @@ def profile(
         raise ConfigError("- flags go with a config file; change the TrainConfig itself (dataclasses.replace)")
     console = console or Console()
     target = Path(folder) if folder is not None else Path(config.output_dir) / "profile"
-    target.mkdir(parents=True, exist_ok=True)
     work = target / ".run"
-    shutil.rmtree(work, ignore_errors=True)
-    try:
-        found = _Profiling(_as_profiled(config, work), target, console).run()
-    finally:
+    with writes_are_told(target, lambda: "The profile is not whole; make room, or give another output_dir"):
+        target.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(work, ignore_errors=True)
-    found.save(target)
-    _write_calibration(found, target)
-    write_report(found, target / REPORT_FILE)
+        try:
+            found = _Profiling(_as_profiled(config, work), target, console).run()
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+        found.save(target)
+        _write_calibration(found, target)
+        write_report(found, target / REPORT_FILE)
     _print(console, found, target)
     return found
 

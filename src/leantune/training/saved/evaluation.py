@@ -16,12 +16,14 @@ from leantune.errors import ConfigError, NonFiniteError
 from leantune.kernels.half_linear import use_fp32_products
 from leantune.training.config import TrainConfig, build_config
 from leantune.training.data.load import load_data
+from leantune.training.disk import writes_are_told
 from leantune.training.identity import trained_on_others
 from leantune.training.parallel.processes import refuse_launchers
 from leantune.training.pretrained import model_limits
 from leantune.training.saved.saved_model import SavedModel, find_saved, load_saved, load_saved_tokenizer, parse_dtype
 from leantune.training.saved.task_evaluation import Scores, check_tasks, evaluate_tasks
 from leantune.training.trainer import base_model, loss_obstacle, summed_loss
+from leantune.whole_file import write_whole
 
 REPORT = "eval.json"
 
@@ -110,9 +112,10 @@ def evaluate(
         notes=notes,
     )
     place = Path(output_file) if output_file else (Path(model) if saved.run else Path()) / REPORT
-    place.parent.mkdir(parents=True, exist_ok=True)
-    place.write_text(json.dumps(dataclasses.asdict(result), indent=2) + "\n", encoding="utf-8")
     _show(console, result)
+    with writes_are_told(place.parent, lambda: "The figures are those above; give another --output_file"):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(place, json.dumps(dataclasses.asdict(result), indent=2) + "\n")
     console.print(f"written to {place}", highlight=False)
     return result
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from leantune.errors import ConfigError, NonFiniteError, NotEnoughRoomError, StateMismatchError
 from leantune.kernels.half_linear import use_fp32_products
 from leantune.memory.sizes import format_bytes
+from leantune.training.disk import writes_are_told
 from leantune.training.parallel.processes import refuse_launchers
 from leantune.training.saved.logit_comparison import (
     LogitDifference,
@@ -115,24 +116,26 @@ def merge(
         as_trained = _unmerged_logits(saved, stored, True)[1]
     aside = output.absolute().with_name(f".merging-{output.name}")
     shutil.rmtree(aside, ignore_errors=True)
-    try:
-        _write(saved, stored, into_quantised, aside)
-        merged = _reloaded_logits(aside, tokens)
-        tolerance = _tolerance(saved, stored, into_quantised)
-        result = MergeResult(
-            output,
-            BASES[not into_quantised],
-            sum(path.stat().st_size for path in aside.iterdir()),
-            logit_difference(reference, merged),
-            logit_difference(reference, bare),
-            share_arrived(bare, reference, merged),
-            None if as_trained is None else logit_difference(as_trained, merged),
-            notes,
-        )
-        _refuse_another_model(result, tolerance, stored)
-        os.replace(aside, output)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+    left = "Nothing is left of the merged model; make room, and merge again"
+    with writes_are_told(aside.parent, lambda: left):
+        try:
+            _write(saved, stored, into_quantised, aside)
+            merged = _reloaded_logits(aside, tokens)
+            tolerance = _tolerance(saved, stored, into_quantised)
+            result = MergeResult(
+                output,
+                BASES[not into_quantised],
+                sum(path.stat().st_size for path in aside.iterdir()),
+                logit_difference(reference, merged),
+                logit_difference(reference, bare),
+                share_arrived(bare, reference, merged),
+                None if as_trained is None else logit_difference(as_trained, merged),
+                notes,
+            )
+            _refuse_another_model(result, tolerance, stored)
+            os.replace(aside, output)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
     _tell(console, result, tolerance, stored)
     return result
 
