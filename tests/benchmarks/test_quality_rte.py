@@ -96,9 +96,9 @@ def test_padding_and_order_change_no_score() -> None:
         task = EntailmentTask(DATA)
     except MissingData as missing:
         pytest.skip(str(missing))
-    model, rows = task.model(), range(1000, 1004)
+    model, rows = task.model().float(), range(1000, 1004)  # bf16 rounds otherwise with the shape of a batch
     together, alone = task.judge(model, rows), [task.judge(model, range(place, place + 1)) for place in rows]
-    torch.testing.assert_close(together.losses, torch.cat([one.losses for one in alone]), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(together.losses, torch.cat([one.losses for one in alone]), rtol=1e-3, atol=1e-3)
     assert len(task.held_out) == 1767 and len({len(task.prompts[place]) for place in rows}) > 1
     epoch = task.batches(task.trained, 16, 1, torch.Generator().manual_seed(0))
     assert sorted(place for places in epoch for place in places) == list(task.trained)

@@ -27,7 +27,13 @@ from leantune.training.run import train
 
 ERRORS = {"full": errno.ENOSPC, "denied": errno.EACCES, "killed": 0}
 WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
-library = ctypes.CDLL(None)
+
+
+def preloaded() -> Any:
+    """faulty_writes.so, which this process was started under."""
+    library = ctypes.CDLL(None)
+    library.faults_seen.restype = ctypes.c_long
+    return library
 
 
 def child(keys: dict[str, Any], output: Path, place: int, number: int, said: Path) -> int:
@@ -36,7 +42,7 @@ def child(keys: dict[str, Any], output: Path, place: int, number: int, said: Pat
     process = os.fork()
     if process:
         return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-    code = 0
+    code, library = 0, preloaded()
     try:
         library.faults_arm(str(output).encode(), ctypes.c_long(place), number)
         config = build_config(keys | {"output_dir": str(output)})
@@ -57,7 +63,6 @@ def weights(output: Path) -> bytes:
 
 
 def main() -> None:
-    library.faults_seen.restype = ctypes.c_long
     torch.set_num_threads(1)
     folder, asked = Path(sys.argv[1]), json.loads(sys.argv[2])
     keys, said = asked["keys"], folder / "said.txt"

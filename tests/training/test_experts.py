@@ -7,8 +7,17 @@ import pytest
 import torch
 from rich.console import Console
 from training.tiny_runs import tiny_config, without_pictures, write_rows
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
 
+import leantune as lt
+from leantune.errors import StateMismatchError
 from leantune.training.run import train
 
 COEFFICIENT = 0.003
@@ -79,6 +88,31 @@ def test_a_mixture_of_experts_resumes_to_the_bit(experts_path: str, tmp_path: Pa
         for name in ("whole", "two")
     )
     assert all(torch.equal(whole[name], two[name]) for name in whole)
+
+
+def test_an_attached_trainer_does_not_resume_without_the_experts(experts_path: str, tmp_path: Path) -> None:
+    """transformers' own trainer would load the checkpoint by name, and leave the experts as they were."""
+    rows = [{"input_ids": list(range(8)), "labels": list(range(8))}] * 16
+
+    def trainer(source: str, output: str) -> Trainer:
+        args = TrainingArguments(
+            str(tmp_path / output), max_steps=4, save_steps=2, per_device_train_batch_size=4, learning_rate=1e-3,
+            report_to="none", use_cpu=True, disable_tqdm=True,
+        )  # fmt: skip
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+        made = Trainer(model, args, train_dataset=rows, data_collator=default_data_collator)
+        lt.attach(made)
+        return made
+
+    whole = trainer(experts_path, "whole")
+    whole.train()
+    checkpoint = str(tmp_path / "whole" / "checkpoint-2")
+    with pytest.raises(StateMismatchError, match=r"other names in its files \(model.layers.0.mlp.experts"):
+        trainer(experts_path, "other").train(resume_from_checkpoint=checkpoint)
+    resumed = trainer(checkpoint, "other")
+    resumed.train(resume_from_checkpoint=checkpoint)
+    expected = whole.model.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in resumed.model.state_dict().items())
 
 
 def remove(path: Path) -> None:

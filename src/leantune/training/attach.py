@@ -7,6 +7,7 @@ The trainer's own training_step runs as it is, with its forward, its loss and it
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +26,7 @@ from leantune.errors import BackwardError, InvalidArgumentError, InvalidTypeErro
 from leantune.optim.base import LeanOptimizer
 from leantune.optim.report import StateReport
 from leantune.optim.ternary_adamw import TernaryAdamW
+from leantune.training.checkpoint_names import check_loaded_by_name
 from leantune.training.first_step import check_all_reached
 
 _SAVINGS = ("swiglu", "dropout", "shared_adapter_input")
@@ -176,7 +178,14 @@ class Attached(TrainerCallback):
             self._adopt(_unwrapped(made))
             return made
 
+        load = trainer._load_from_checkpoint
+
+        def load_from_checkpoint(folder: str, model: Any = None) -> None:
+            check_loaded_by_name(trainer.model, Path(folder))
+            load(folder, model)
+
         self._undo.append(_replaced(trainer, "create_optimizer", create_optimizer))
+        self._undo.append(_replaced(trainer, "_load_from_checkpoint", load_from_checkpoint))
         trainer.add_callback(self)
         self._undo.append(partial(trainer.pop_callback, self))
 
