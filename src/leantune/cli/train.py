@@ -19,7 +19,7 @@ leantune train config.yaml --resume
 leantune train config.yaml --nproc_per_node 8 --parallel fsdp2
 
 With memory_budget and no method, how to train is chosen and explained (method: auto). Exit codes: 0 trained, 2 bad
-input, 3 the plan exceeds memory_budget (--force trains all the same).
+input, 3 the plan exceeds memory_budget (--force trains all the same), or the disk does not take what is written.
 """
 
 
