@@ -37,6 +37,7 @@ def main() -> None:
 
     optimizer = lt.TernaryAdamW(model.named_parameters(), lr=arguments.lr)
     fused = lt.FusedBackward(optimizer, model=model)
+    accelerator.print(f"{accelerator.num_processes} processes on {accelerator.device.type}")
     done = 0
     while done < arguments.steps:
         for ids in loader:
