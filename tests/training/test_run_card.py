@@ -53,6 +53,8 @@ def test_p11_a_tracker_that_is_not_installed_is_refused_before_anything_is_loade
 ) -> None:
     monkeypatch.setattr("transformers.integrations.get_available_reporting_integrations", lambda: ["tensorboard"])
     config = tiny_config("no_model", "no_rows.jsonl", tmp_path / "out", report_to=["tensorboard", "trackio"])
+    with pytest.raises(ConfigError, match=r"no tracker wandbb; did you mean 'wandb'\?"):
+        train(tiny_config("no_model", "no_rows.jsonl", tmp_path / "out", report_to="wandbb"))
     with pytest.raises(ConfigError, match="report_to: trackio is not installed here"):
         train(config, console=QUIET)
 

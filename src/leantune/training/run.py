@@ -24,6 +24,7 @@ from leantune.memory.parts import OPTIMIZER_STATES
 from leantune.memory.reports.plots import plot_memory
 from leantune.training.checkpoints import VELORA_FILE, at_the_end, check_checkpoint, checkpoints, holds_model, step_of
 from leantune.training.config import LORA_METHODS, TrainConfig
+from leantune.training.config.keys import suggestion
 from leantune.training.data.load import PreparedData, load_data
 from leantune.training.data.packed_rows import check_packed_rows_apart
 from leantune.training.disk import Writing, writes_are_told
@@ -219,9 +220,16 @@ def load_model(config: TrainConfig, resume_from: Path | None = None) -> LoadedMo
 
 def _refuse_missing_trackers(config: TrainConfig) -> None:
     from transformers.integrations import get_available_reporting_integrations
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
     wanted = config.extra.get("report_to") or []
     wanted = [wanted] if isinstance(wanted, str) else list(wanted)
+    known = ["none", "all", *INTEGRATION_TO_CALLBACK]
+    if strange := [name for name in wanted if name not in known]:
+        raise ConfigError(
+            f"- report_to: there is no tracker {', '.join(strange)}{suggestion(strange[0], known)}; transformers has "
+            f"{', '.join(INTEGRATION_TO_CALLBACK)}"
+        )
     missing = [name for name in wanted if name not in ("none", "all", *get_available_reporting_integrations())]
     if missing:
         raise ConfigError(f"- report_to: {', '.join(missing)} is not installed here; install it, or leave it out")
