@@ -243,7 +243,9 @@ def table(rows: ResultRows, tokens: int) -> str:
     for method, sides in METHODS.items():
         found = {side: rows.find(method=method, tokens=tokens, side=side, kind="step") for side in sides}
         latest = {side: max(some, key=lambda row: int(row["rounds"])) for side, some in found.items() if some}
-        losses = {row["loss"] for row in latest.values()}
+        losses: dict[str, set[str]] = {}  # by kind of processor: another one rounds otherwise
+        for row in latest.values():
+            losses.setdefault(row["cpu"], set()).add(row["loss"])
         for side, row in latest.items():
             bounds = f"{float(row['seconds_to_plain_min']):.2f} to {float(row['seconds_to_plain_max']):.2f}"
             lines.append(
@@ -254,7 +256,7 @@ def table(rows: ResultRows, tokens: int) -> str:
                     f"{100 - 100 * float(row['activations_to_plain']):.1f} %",
                     f"{int(row['peak_bytes']) / MIB:,.0f}",
                     "" if side == "plain" else f"{float(row['seconds_to_plain']):.2f} ({bounds})",
-                    "equal" if len(losses) == 1 else row["loss"],
+                    "equal" if len(losses[row["cpu"]]) == 1 else row["loss"],
                 ]
             )
     headings = ("method", "side", "activations, MiB", "less than plain", "peak, MiB", "time to plain's", "loss")
