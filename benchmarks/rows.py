@@ -14,12 +14,13 @@ import csv
 import fcntl
 import importlib.metadata
 import os
-import platform
 import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from leantune.environment import processor
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -109,7 +110,7 @@ def provenance() -> dict[str, str]:
         "torch": _version("torch"),
         "transformers": _version("transformers"),
         "leantune": _version("leantune"),
-        "cpu": _cpu_model(),
+        "cpu": processor(),
         "cores": str(os.cpu_count()),
         "ram_gib": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f}",
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -142,13 +143,3 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "source" if package == "leantune" else "none"
-
-
-def _cpu_model() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

@@ -35,7 +35,7 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "packages": {name: version_of(name) for name in PACKAGES},
         "kernels": _kernels(),
-        "cpu": _processor(),
+        "cpu": processor(),
         "cores": _cores(),
         "ram": _ram(),
         "cuda": _cuda(),
@@ -69,7 +69,8 @@ def _kernels() -> dict[str, str]:
         return {"cpu": reason, "gpu": reason}
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The name of this machine's CPU."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith(("model name", "Hardware")):

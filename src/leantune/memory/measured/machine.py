@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import torch
 
+from leantune.environment import processor
 from leantune.memory.measured.process import machine_memory
 
 _PACKAGES = ("leantune", "torch", "transformers", "trl", "peft", "accelerate")
@@ -38,7 +39,7 @@ def describe_machine(device: torch.device | str = "cpu") -> dict[str, Any]:
         name = torch.cuda.get_device_properties(device).name
         return {"device": "cuda", "name": name, "memory_bytes": total, "free_bytes": free, **host}
     free = min(psutil.virtual_memory().available, machine_memory())
-    return {"device": device.type, "name": _cpu(), "memory_bytes": machine_memory(), "free_bytes": free, **host}
+    return {"device": device.type, "name": processor(), "memory_bytes": machine_memory(), "free_bytes": free, **host}
 
 
 def versions() -> dict[str, str]:
@@ -89,13 +90,3 @@ def _on_gpu(device: torch.device) -> list[ProcessUse]:
         if pid.strip().isdigit() and mebibytes.strip().isdigit():
             found.append(ProcessUse(int(pid), Path(name.strip()).name, int(mebibytes) << 20))
     return found
-
-
-def _cpu() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
