@@ -192,6 +192,16 @@ def test_advice_saves_what_it_says_and_is_ranked():
         assert one.suffices
 
 
+@pytest.mark.parametrize(
+    ("savings", "named"), [(EXACT_SAVINGS, "q_proj, k_proj, v_proj, gate_proj, up_proj"), ({}, "down_proj")]
+)
+def test_advice_names_layers_on_which_velora_saves(savings, named):
+    settings = RunSettings(4, 512, **savings)
+    total = peak(LLAMA_8B, settings).total
+    found = {item.change: item.saved for item in advise(LLAMA_8B, settings, ALONE, total, None)}
+    assert found[f"velora_target_modules: {named}"] > GIB // 8
+
+
 def test_the_largest_runs_fit_and_the_next_do_not():
     settings, budget = RunSettings(1, 512), int(0.75 * GIB)
     found = largest(SMALL, settings, ALONE, budget)

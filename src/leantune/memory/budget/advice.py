@@ -58,6 +58,10 @@ class Change:
     """Parts of a step that it makes smaller."""
 
 
+_SIBLINGS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+"""All that read the input of attention or of the MLP: it is kept for one as for all."""
+
+
 def advise(
     shape: ModelShape, settings: RunSettings, parallel: Parallel, total: int, budget: int | None
 ) -> tuple[Advice, ...]:
@@ -180,9 +184,11 @@ def _other_trainings(settings: RunSettings, experts: bool) -> Iterator[Change]:
             (OPTIMIZER_STATES, GRADIENTS),
         )
         if not settings.checkpoint_every and not experts and not settings.velora_targets:
+            # Attention keeps o_proj's input anyway, and down_proj's is made again under the saving of products.
+            targets = _SIBLINGS if settings.swiglu else ("down_proj",)
             yield Change(
-                "velora_target_modules: down_proj, o_proj",
-                replace(settings, velora_targets=("down_proj", "o_proj")),
+                f"velora_target_modules: {', '.join(targets)}",
+                replace(settings, velora_targets=targets),
                 "gradients of these layers are approximate",
                 QUALITY,
                 (ACTIVATIONS,),
