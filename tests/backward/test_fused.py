@@ -399,26 +399,28 @@ def test_a_parameter_unfrozen_later_and_a_gradient_left_over_are_refused() -> No
         lt.FusedBackward(optimizer, model=model)
 
 
-def test_a_compiled_model_s_donated_buffers_are_refused_under_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_model_s_donated_buffers_are_refused_under_two_passes() -> None:
+    from torch._functorch import config
+
     torch._dynamo.reset()
-    monkeypatch.setattr("torch._functorch.config.donated_buffer", True)
     inner = torch.nn.Sequential(
         torch.nn.Linear(16, 32), torch.nn.LayerNorm(32), torch.nn.GELU(), torch.nn.Linear(32, 4)
     )
     model, batch = torch.compile(inner, backend="aot_eager"), torch.randn(4, 16)
     optimizer = lt.Lomo(inner.named_parameters(), lr=0.1)
-    model(batch).square().mean().backward()  # compiled for one backward
-    optimizer.zero_grad()
-    before = [param.detach().clone() for param in inner.parameters()]
-    fused = lt.FusedBackward(optimizer, model=model, clip="global", max_grad_norm=1.0)
-    with pytest.raises(BackwardError, match="donated_buffer = False"):
-        fused.backward(model(batch).square().mean())
+    with config.patch(donated_buffer=True):
+        model(batch).square().mean().backward()  # compiled for one backward
+        optimizer.zero_grad()
+        before = [param.detach().clone() for param in inner.parameters()]
+        fused = lt.FusedBackward(optimizer, model=model, clip="global", max_grad_norm=1.0)
+        with pytest.raises(BackwardError, match="donated_buffer = False"):
+            fused.backward(model(batch).square().mean())
     assert all(torch.equal(param, old) for param, old in zip(inner.parameters(), before, strict=True))
     torch._dynamo.reset()
-    monkeypatch.setattr("torch._functorch.config.donated_buffer", False)
-    for _ in range(2):
-        fused.backward(model(batch).square().mean())
-        optimizer.step()
+    with config.patch(donated_buffer=False):
+        for _ in range(2):
+            fused.backward(model(batch).square().mean())
+            optimizer.step()
     assert fused.grad_norm > 0
     torch._dynamo.reset()
 
